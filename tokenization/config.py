@@ -114,7 +114,9 @@ class TextConfig(SourceConfig):
         UserError: from `check`, for a value out of its range or values that contradict each other.
     """
 
-    # A separate text to evaluate on: options of `pretrain` alone, as `prepare` holds out a part of the text.
+    # Options of `pretrain` alone: a model to start from, and a separate text to evaluate on, as `prepare` holds out a
+    # part of the text.
+    init_from: ClassVar[str | None] = None
     validation_corpus: ClassVar[list[str]] = []
     validation_dataset: ClassVar[list[str]] = []
     validation_split: ClassVar[str] = ""
@@ -193,7 +195,7 @@ class TextConfig(SourceConfig):
 
     def existing_tokenizer(self) -> str | None:
         """Folder, file or Hub id of an existing tokenizer; None if a tokenizer is to be trained."""
-        return self.tokenizer
+        return self.init_from if self.tokenizer is None else self.tokenizer
 
     def text_paths(self) -> list[str]:
         """The files and folders to read; `python-docs` if neither `corpus` nor `dataset` is given."""

@@ -9,8 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from d2l_bert.folders import cache_entry, write_once
-from d2l_bert.messages import with_progress
+from d2l_bert.folders import cached
 from d2l_bert.tokenization.processes import in_order
 from d2l_bert.tokenization.rules import NO_CONTROLS, ZERO_WIDTH_SPACE, WordUnit
 from d2l_bert.tokenization.text_store import Blocks, TextPart
@@ -50,7 +49,6 @@ def prepare_tokens(
             started.
     """
     backend = text_backend(tokenizer)
-    path = cache_entry(folder, "tokens", ENCODING_FORMAT, STORE_FORMAT, part.identity(), backend, word_unit)
 
     def write(partial):
         text, blocks = part.text, part.blocks
@@ -63,14 +61,10 @@ def prepare_tokens(
             spans.append((blocks[some], np.flatnonzero(ends_document[some]), text.hashes[ended], text.sources[ended]))
         tokenize = functools.partial(_tokenize, (text.folder, backend, word_unit))
         sections = in_order(tokenize, spans, min(processes, len(spans)))
-        sections = with_progress(
-            sections, "tokenizing", part.document_count(), lambda section: len(section.document_ends)
-        )
-        write_store(partial, len(tokenizer), text.source_count, sections)
+        write_store(partial, len(tokenizer), text.source_count, sections, documents=part.document_count())
         _opened.cache_clear()  # in the calling process, if no others were started
 
-    write_once(path, write)
-    return path
+    return cached(folder, "tokens", [ENCODING_FORMAT, STORE_FORMAT, part.identity(), backend, word_unit], write)
 
 
 @functools.lru_cache(maxsize=1)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from d2l_bert.folders import cache_entry, cache_folder, short_hash, write_once
+from d2l_bert.folders import cache_folder, cached, short_hash
 from d2l_bert.messages import UserError, explained
 from d2l_bert.tokenization import prepared_folder, wordpiece
 from d2l_bert.tokenization.account import (
@@ -60,9 +60,7 @@ def prepare(run: TextConfig, existing: PreTrainedTokenizerBase | None = None) ->
     prepared = None
     if prepared_folder.corpus_is_prepared(run):
         prepared = prepared_folder.read_prepared_folders([Path(path) for path in run.text_paths()])
-        logger.info(account_line(prepared.account))
-        with explained(prepared.corpus_name, "", UserError):
-            check_unknown_share(prepared.account, run)
+        check_unknown_share(prepared.corpus_name, prepared.account, run)
         run = dataclasses.replace(run, documents=prepared.token_options["documents"])
     validation = open_sources(
         run.validation_corpus,
@@ -102,7 +100,7 @@ def _from_text(run, existing, has_validation):
         logger.info(account_line(account))
         for line in remarks(account, contents, tokenizer, existing is not None, run.language):
             logger.warning(line)
-        check_unknown_share(account, run)
+    check_unknown_share(corpus_name, account, run)
     facts = {**facts_of(tokenizer), "word_unit": contents["word_unit"]}
     options = run.token_options()
     if existing is None:
@@ -147,12 +145,12 @@ def _hold_out(prepared, part, run, name):
         )
 
 
-def check_unknown_share(account: dict, run: TextConfig) -> None:
-    """Raise `UserError` if more of the text stands in `[UNK]` than `max_unknown_share`."""
+def check_unknown_share(name: str, account: dict, run: TextConfig) -> None:
+    """Raise `UserError` if more of the text `name` stands in `[UNK]` than `max_unknown_share`."""
     if (share := share_unknown(account)) > run.max_unknown_share:
         raise UserError(
-            f"{share:.1%} of the characters stand in [UNK], which teach a model nothing; train a tokenizer on this "
-            f"text, with a larger vocab_size or limit_alphabet if it was, or allow it with max_unknown_share"
+            f"{name}: {share:.1%} of the characters stand in [UNK], which teach a model nothing; train a tokenizer on "
+            f"this text, with a larger vocab_size or limit_alphabet if it was, or allow it with max_unknown_share"
         )
 
 
@@ -199,8 +197,10 @@ def open_sources(
     """
     both = {"text_column": run.text_column, "max_documents": max_documents, "documents": run.documents}
     sources = [file_source(path, processes=run.processes(), separator=run.separator, **both) for path in paths]
-    for name, config in map(dataset_and_config, datasets):
-        sources.append(dataset_source(name, config, split, streaming=run.streaming, options=options, **both))
+    sources += [
+        dataset_source(*dataset_and_config(name), split, streaming=run.streaming, options=options, **both)
+        for name in datasets
+    ]
     identities = [source.identity for source in sources]
     if twice := [source.name for source in sources if identities.count(source.identity) > 1]:
         raise UserError(f"{twice[0]} is given twice; give it once")
@@ -234,20 +234,13 @@ def fit_tokenizer(
         The tokenizer; the account of the sample (`account_of`); what the sample is made of (`contents_of`).
     """
     if existing and run.extend_vocab:
-        known = len(existing)
         existing = wordpiece.extend_wordpiece(existing, count_words(sample), run.extend_vocab, run.min_frequency)
-        logger.info(
-            f"added {len(existing) - known:,} words to the vocabulary: at most {run.extend_vocab:,} that are split "
-            f"and occur {run.min_frequency:,} times"
-        )
 
     def fit():
         words = count_words(sample)
         contents, tokenizer, found = contents_of(words), existing, {}
         if not tokenizer:
-            logger.info(
-                f"training a tokenizer of at most {run.vocab_size:,} pieces, on {sample.share:.1%} of the text"
-            )
+            logger.info(f"training a tokenizer of at most {run.vocab_size:,} pieces")
             rules = choose_rules(
                 contents,
                 run.lowercase,
@@ -262,8 +255,12 @@ def fit_tokenizer(
 
     options = {name: getattr(run, name) for name in TOKENIZER_TRAINING_OPTIONS}
     made_of = wordpiece.text_backend(existing) if existing else options
-    path = cache_entry(cache_folder(), "tokenizer", TOKENIZER_FORMAT, sample.identity(), made_of)
-    write_once(path, lambda partial: (partial / "content.json").write_text(json.dumps(fit())))
+    path = cached(
+        cache_folder(),
+        "tokenizer",
+        [TOKENIZER_FORMAT, sample.identity(), made_of],
+        lambda partial: (partial / "content.json").write_text(json.dumps(fit())),
+    )
     found = json.loads((path / "content.json").read_text())
     tokenizer = existing or wordpiece.make_tokenizer(found["pieces"], rules := Rules(**found["rules"]))
     if not existing:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from d2l_bert.folders import cache_entry, cache_folder, content_hash, short_hash, write_once
+from d2l_bert.folders import cache_folder, cached, content_hash, short_hash
 from d2l_bert.messages import UserError, counted, explained, refuse_first, shortened
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
@@ -272,7 +272,6 @@ def read_prepared_folders(folders: Sequence[Path]) -> PreparedText:
 
 def _joined(folders, parts, kept):
     """The documents that are kept of the parts' stores, as stores of the cache; every byte of the parts is checked."""
-    path = cache_entry(cache_folder(), "joined", STORE_FORMAT, [part.fingerprint() for part in parts])
 
     def write(partial):
         for folder in folders:
@@ -281,7 +280,7 @@ def _joined(folders, parts, kept):
             (partial / name).mkdir()
             join_stores(partial / name, len(parts[0].tokenizer), [getattr(part, name) for part in parts], documents)
 
-    write_once(path, write)
+    path = cached(cache_folder(), "joined", [STORE_FORMAT, [part.fingerprint() for part in parts]], write)
     return {name: TokenizedCorpus(path / name) for name in STORES}
 
 

@@ -22,11 +22,7 @@ def in_order(function: Callable, items: Sequence, processes: int) -> Iterator:
     Raises:
         UserError: a process was killed, or could not be started.
     """
-    if processes <= 1:
-        yield from map(function, items)
-        return
-    import torch
-    from torch.utils.data import DataLoader
+    import torch.utils.data
 
     with explained(
         f"one of {processes} processes was killed or cannot be started",
@@ -35,26 +31,31 @@ def in_order(function: Callable, items: Sequence, processes: int) -> Iterator:
         BlockingIOError,
     ):
         # A generator of its own: a seed for the processes is drawn from it, not from the run's random numbers.
-        yield from DataLoader(
+        yield from torch.utils.data.DataLoader(
             items,
             batch_size=None,
             collate_fn=function,
-            num_workers=processes,
-            worker_init_fn=_set_up_process,
+            num_workers=processes if processes > 1 else 0,
+            worker_init_fn=start_worker,
             generator=torch.Generator(),
         )
 
 
-def _set_up_process(_):
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # A terminal sends Ctrl-C to all processes: the parent process handles Ctrl-C, and ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-
-
-def exit_with_parent() -> None:
+def start_worker(_, ignored: Sequence[int] = (signal.SIGINT,)) -> None:
     """
-    End this process when its parent process has ended; for a thread of a worker process.
+    Set up a worker process of a `DataLoader`: it ignores some signals, and ends when its parent process has ended.
+
+    A terminal sends Ctrl-C to all processes, and a scheduler may send SIGTERM to all: the parent process handles them.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent():
+    """
+    End this process when its parent process has ended.
 
     A worker of a `DataLoader` notices that by itself while it waits for work, but not while it hands a result over.
     """

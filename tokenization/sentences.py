@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import sentencex
 
-from d2l_bert.messages import explained
-
 
 @dataclasses.dataclass
 class Document:
@@ -172,7 +170,6 @@ def all_documents(sources: Sequence[Source]) -> Iterator[Document]:
         UserError: a source cannot be read, or a process that reads `python-docs` was killed or could not be started.
     """
     for number, source in enumerate(sources):
-        with explained(f"{source.name}: cannot be read", "put it back or leave it out", OSError):
-            for document in source.documents:
-                document.source = number
-                yield document
+        for document in source.documents:
+            document.source = number
+            yield document

@@ -129,14 +129,13 @@ def text_files(path: str | Path) -> list[Path]:
 
 
 def _is_binary(file):
-    """Whether a file is an archive, or its beginning holds NUL, which UTF-8 text does not."""
+    """Whether a file is an archive, or its beginning holds NUL, which text without a byte order mark does not."""
     with explained(f"{file}: cannot be read", "repair it, or leave it out", OSError):
         try:
-            return "\0" in tables.open_text(file).read(1 << 16)
+            beginning = tables.open_unpacked(file).read(1 << 16)
         except UserError:
             return True
-        except UnicodeDecodeError as error:
-            return b"\0" in error.object  # what is no binary file is refused when it is read
+        return b"\0" in beginning and not beginning.startswith((*tables.BYTE_ORDER_MARKS,))
 
 
 def _files_below(folder, seen):
@@ -264,8 +263,9 @@ def dataset_source(
         rows = rows.select_columns([text_column])
         content = hub_version if is_on_hub else rows_hash(rows)
     counts = Counter()
-    texts = _dataset_texts(name, rows, text_column)
-    found = itertools.islice(row_documents(texts, counts, documents), max_documents)
+    places = ((f"row {number:,}", row) for number, row in enumerate(rows, 1))
+    texts = tables.texts_in(places, text_column, dataset_errors(name, "repair it, or leave it out"))
+    found = itertools.islice(row_documents((text for text, _ in texts), counts, documents), max_documents)
     identity = [shown, config, split, text_column, max_documents, content, documents]
     return Source(shown, identity, found, counts, is_on_hub)
 
@@ -344,13 +344,6 @@ def _open_dataset(name, config, split, streaming):
         builder.download_and_prepare()
         rows = builder.as_dataset(split=split)
     return rows, [builder.config_id, builder.hash]
-
-
-def _dataset_texts(name, rows, column):
-    """The texts of a dataset's rows; "" for rows without one."""
-    with dataset_errors(name, "repair it, or leave it out"):
-        for text, _ in tables.texts_in(((f"row {number:,}", row) for number, row in enumerate(rows, 1)), column):
-            yield text
 
 
 def _with_text(texts, counts):

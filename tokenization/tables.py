@@ -1,6 +1,7 @@
 """The rows of CSV, TSV, JSONL and Parquet files, with their lines; what kind a file is; opens packed files."""
 
 import codecs
+import contextlib
 import csv
 import io
 import itertools
@@ -84,28 +85,22 @@ def open_unpacked(file: Path) -> pa.NativeFile:
     return pa.input_stream(pa.OSFile(os.fsencode(file)), compression=next(packed, None))
 
 
-def open_text(file: Path, stdin: BinaryIO | None = None) -> io.TextIOWrapper:
-    """
-    Open a text file as `open_unpacked`: UTF-8, or what a byte order mark says. Line ends are kept.
-
-    Args:
-        stdin: open this stream instead of the file.
-    """
-    opened = io.BufferedReader(open_unpacked(file) if stdin is None else stdin, 1 << 20)
-    beginning = opened.peek(4)
-    encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if beginning.startswith(mark)), "utf-8-sig")
-    return io.TextIOWrapper(opened, encoding, newline="")
-
-
 def lines_of(file: Path, stdin: BinaryIO | None = None) -> Iterator[str]:
     """
-    The lines of a text file, opened as `open_text`, with their ends (`LINE_END`).
+    The lines of a text file with their ends (`LINE_END`): UTF-8, or what a byte order mark says.
+
+    Args:
+        file: opened as `open_unpacked`.
+        stdin: read this stream instead of the file.
 
     Raises:
+        UserError, OSError: as in `open_unpacked`.
         ValueError: the file is binary, or has another encoding; the message says in which line and what to do.
     """
-    number = 0
-    with open_text(file, stdin) as text:
+    opened, number = io.BufferedReader(open_unpacked(file) if stdin is None else stdin, 1 << 20), 0
+    beginning = opened.peek(4)
+    encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if beginning.startswith(mark)), "utf-8-sig")
+    with io.TextIOWrapper(opened, encoding, newline="") as text:
         try:
             for number, line in enumerate(text, 1):
                 if "\0" in line:
@@ -113,13 +108,15 @@ def lines_of(file: Path, stdin: BinaryIO | None = None) -> Iterator[str]:
                 yield line
         except UnicodeDecodeError as error:  # its bytes follow the lines that are read
             number += 1 + len(LINE_END.findall(str(error.object[: error.start], error.encoding)))
-            way_out = "convert it from the encoding that it has, as with `iconv -f CP1252 -t UTF-8`, or leave it out"
-            if error.encoding != "utf-8":
-                way_out = "repair it, or leave it out"
-            elif bytes(1) in error.object:
-                way_out = "it holds NUL, as binary files do: leave it out"
+            is_damaged = error.encoding != "utf-8" or bytes(1) in error.object
+            way_out = (
+                "it is damaged, or binary: repair it"
+                if is_damaged
+                else "convert it from the encoding that it has, as with `iconv -f CP1252 -t UTF-8`"
+            )
             raise ValueError(
                 f"line {number:,}: not {error.encoding.upper()} text (byte {error.object[error.start]:#x}); {way_out}"
+                f", or leave it out"
             ) from None
 
 
@@ -157,28 +154,32 @@ def text_rows(file: Path, column: str, separator: str = "auto", all_cells: bool 
     Raises:
         UserError: the file cannot be read, is damaged or is not UTF-8, or has no such column of text.
     """
-    with explained(file, "", *READ_ERRORS):
-        yield from texts_in(table_rows(file, None if all_cells else column, separator), column)
+    rows = table_rows(file, None if all_cells else column, separator)
+    return texts_in(rows, column, explained(file, "", *READ_ERRORS))
 
 
-def texts_in(rows: Iterable[tuple[str, dict]], column: str) -> Iterator[tuple[str, dict]]:
+def texts_in(
+    rows: Iterable[tuple[str, dict]], column: str, errors: contextlib.AbstractContextManager
+) -> Iterator[tuple[str, dict]]:
     """
     The text in a column of each row, and the row; "" for a row without text. Rows are given with their places.
 
-    Raises:
-        ValueError: a row has something other than text there, or no row has the column.
+    Args:
+        errors: a block for the reading, which makes a `UserError` of what the rows raise, and of the `ValueError` that
+            a row has something other than text there, or that no row has the column.
     """
     names = {}
-    for place, row in rows:
-        text = row.get(column)
-        if not isinstance(text, str | None):
-            raise ValueError(
-                f"{place}: column {column!r} holds {type(text).__name__}, not text; write a text there, or name "
-                f"another column with --text_column"
-            )
-        names |= row
-        yield text or "", row
-    _check_columns(list(names), column)
+    with errors:
+        for place, row in rows:
+            text = row.get(column)
+            if not isinstance(text, str | None):
+                raise ValueError(
+                    f"{place}: column {column!r} holds {type(text).__name__}, not text; write a text there, or name "
+                    f"another column with --text_column"
+                )
+            names |= row
+            yield text or "", row
+        _check_columns(list(names), column)
 
 
 def table_rows(file: Path, column: str | None = None, separator: str = "auto") -> Iterator[tuple[str, dict]]:
@@ -199,10 +200,9 @@ def table_rows(file: Path, column: str | None = None, separator: str = "auto") -
         ValueError: the file is damaged or has no such column; the message says in which line and what to do.
     """
     kind = file_kind(file)
-    if suffix_unpacked(file) not in TABLE_SUFFIXES:
-        logger.info(f"{file}: read as {kind.upper()}, which its content is")
-    kinds = (OSError, UnicodeDecodeError, pa.ArrowException)
-    with explained("cannot be read", "repair the file, or leave it out", *kinds):
+    with explained(
+        "cannot be read", "repair the file, or leave it out", OSError, UnicodeDecodeError, pa.ArrowException
+    ):
         if kind == "jsonl":
             yield from _json_rows(file)
         elif kind != "parquet":

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from d2l_bert.folders import cache_entry, write_once
+from d2l_bert.folders import cached
 from d2l_bert.messages import UserError, counted, with_progress
 from d2l_bert.tokenization.sentences import FEWEST_DOCUMENTS, Source, all_documents, split_sentences
 
@@ -48,7 +48,6 @@ def prepare_text(sources: Sequence[Source], language: str, folder: Path) -> Path
     Raises:
         UserError: as in `all_documents`, or the cache cannot be written.
     """
-    path = cache_entry(folder, "text", TEXT_FORMAT, [source.identity for source in sources], language)
     name = ", ".join(source.name for source in sources)
 
     def write(partial):
@@ -61,8 +60,7 @@ def prepare_text(sources: Sequence[Source], language: str, folder: Path) -> Path
             counts.update(source.counts)
         (partial / "counts.json").write_text(json.dumps({"reading": +counts, "sources": len(sources)}))
 
-    write_once(path, write)
-    return path
+    return cached(folder, "text", [TEXT_FORMAT, [source.identity for source in sources], language], write)
 
 
 def _batches(blocks):
@@ -166,12 +164,10 @@ class TextPart:
 
     Args:
         blocks: the numbers of the blocks, ascending (n,).
-        share: the share of the characters that `sample` kept.
     """
 
     text: TextStore
     blocks: np.ndarray
-    share: float = 1.0
 
     def characters(self) -> int:
         """The number of characters."""
@@ -185,7 +181,7 @@ class TextPart:
         """Blocks spread evenly over this part, of about `most_characters` in all; all blocks if these are fewer."""
         share = min(1.0, most_characters / max(self.characters(), 1))
         spread = np.unique((np.arange(int(len(self.blocks) * share)) / share).astype(int))
-        return TextPart(self.text, self.blocks[spread], share)
+        return TextPart(self.text, self.blocks[spread])
 
     def identity(self) -> list[str]:
         """Changes whenever the sentences do."""
@@ -219,10 +215,9 @@ def held_out_documents(hashes: np.ndarray, characters: np.ndarray, fraction: flo
     """
     different, number = np.unique(hashes, return_inverse=True)
     if len(different) < 4:
-        copies = ", copies aside" if len(different) < len(hashes) else ""
         raise UserError(
-            f"too little text: {counted(len(different), 'document')} with sentences{copies}, and training and "
-            f"evaluation need two each; add text, or break one long sentence into several"
+            f"too little text: {counted(len(different), 'document')} with different sentences, and training "
+            f"and evaluation need two each; add text, or break one long sentence into several"
         )
     sizes = np.bincount(number, characters)
     wanted = min(fraction * int(sizes.sum()), most)

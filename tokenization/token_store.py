@@ -55,14 +55,22 @@ class Section:
     sources: np.ndarray
 
 
-def write_store(folder: Path, vocab_size: int, source_count: int, sections: Iterable[Section]) -> None:
+def write_store(
+    folder: Path,
+    vocab_size: int,
+    source_count: int,
+    sections: Iterable[Section],
+    label: str = "tokenizing",
+    documents: int | None = None,
+) -> None:
     """
-    Write a token store into an empty folder.
+    Write a token store into an empty folder, and show the progress.
 
     Args:
         vocab_size: the size of the tokenizer's vocabulary; every token id is smaller.
         source_count: how many sources the text has.
         sections: the text, one section after the other. A document may go on in the next section.
+        label, documents: what is done, and with how many documents, as in `with_progress`.
     """
     types = dict.fromkeys(ARRAYS, "<i8") | {"ids": "<u2" if vocab_size <= 2**16 else "<i4"}
     in_sources = np.zeros(source_count, dtype=np.int64)  # documents
@@ -75,7 +83,7 @@ def write_store(folder: Path, vocab_size: int, source_count: int, sections: Iter
 
         for name in TABLES:
             append(name, [0])
-        for section in sections:
+        for section in with_progress(sections, label, documents, lambda section: len(section.document_ends)):
             words = words_before + np.append(0, np.cumsum(section.words))
             document_ends = sentences + section.document_ends
             has_tokens = np.diff(document_ends, prepend=last_document) > 0
@@ -101,13 +109,8 @@ def join_stores(folder: Path, vocab_size: int, corpora: list["TokenizedCorpus"],
         kept: the numbers of the documents that are kept of each store, ascending (n,).
     """
     parts = enumerate(zip(corpora, kept, strict=True))
-    sections = with_progress(
-        (section for source, (corpus, some) in parts for section in corpus.sections(some, source)),
-        "joining prepared folders",
-        sum(map(len, kept)),
-        lambda section: len(section.document_ends),
-    )
-    write_store(folder, vocab_size, len(corpora), sections)
+    sections = (section for source, (corpus, some) in parts for section in corpus.sections(some, source))
+    write_store(folder, vocab_size, len(corpora), sections, "joining prepared folders", sum(map(len, kept)))
 
 
 def ranges(firsts: np.ndarray | int, ends: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import cached_file
 
 from d2l_bert.folders import read_json, short_hash, write_json
-from d2l_bert.messages import UserError
+from d2l_bert.messages import UserError, shortened
 from d2l_bert.tokenization.rules import (
     LONGEST_WORD,
     Rules,
@@ -259,10 +259,9 @@ def extend_wordpiece(
     backend = tokenizer.backend_tokenizer
     model, vocabulary = backend.model, backend.get_vocab(with_added_tokens=False)
     if beside := [piece for piece in pieces(backend) if piece not in vocabulary]:
-        more = f" and {len(beside) - 5:,} others" if len(beside) > 5 else ""
         raise UserError(
             f"the tokenizer cannot be extended, as it has tokens beside its WordPiece vocabulary: "
-            f"{', '.join(beside[:5])}{more}; give a tokenizer without them"
+            f"{shortened(', '.join(beside), 100)}; give a tokenizer without them"
         )
     savings = {}
     for word, occurrences in split_words(words, backend.normalizer, backend.pre_tokenizer).items():

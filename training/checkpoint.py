@@ -84,10 +84,6 @@ class Checkpoint:
     path: Path
     state: dict
 
-    def way_back(self) -> str:
-        """The value of `--resume_from_checkpoint` that finds this checkpoint."""
-        return "latest" if self.path in checkpoints(self.path.parent)[-1:] else str(self.path)
-
 
 def checkpoints(folder: Path, unfinished: bool = False) -> list[Path]:
     """
@@ -128,9 +124,6 @@ def find_checkpoint(wanted: str | None, folder: Path) -> Checkpoint | None:
     if wanted != "latest":
         return wanted and read_checkpoint(Path(wanted))
     paths = checkpoints(folder)
-    if not paths:
-        logger.warning(f"{folder}: no checkpoint yet, starting from the beginning")
-        return None
     for path in reversed(paths):
         try:
             return read_checkpoint(path)
@@ -149,11 +142,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises:
         UserError: the folder is not a checkpoint, or a file is missing or is not as it was saved.
     """
-    if not (path / MANIFEST_FILE).is_file():
-        problem = "damaged" if (path / STATE_FILE).exists() else "not a checkpoint"
-        raise UserError(f"{path}: {problem} (no {MANIFEST_FILE}); give a checkpoint-<step> folder, or latest")
     with explained(
-        f"{path}: damaged", "give another checkpoint", OSError, ValueError, KeyError, TypeError, AttributeError
+        f"{path}: not a checkpoint, or a damaged one",
+        "give another checkpoint-<step> folder, or latest",
+        *(OSError, ValueError, KeyError, TypeError, AttributeError),
     ):
         for name, saved_hash in json.loads((path / MANIFEST_FILE).read_text())["sha256"].items():
             if folders.content_hash(path / name) != saved_hash:
@@ -224,18 +216,14 @@ class WordSaver:
         self.seen = state.get("words_seen", 0.0)  # the run adds the words of each step
         self.waiting = [mark for mark in marks if mark > self.seen]
 
-    def keep_earlier(self) -> list[Path]:
+    def keep_earlier(self) -> None:
         """
         In the main process, delete saved models that the run will save again, or, at its start, those of an earlier
-        run.
-
-        Returns:
-            The models that were saved before the checkpoint to resume from.
+        run; those that were saved before the checkpoint to resume from stay.
         """
         for path, words in word_folders(self.folder).items():
             if words in self.waiting or not self.seen:
                 delete(path)
-        return list(word_folders(self.folder))
 
     def save_due(self, step: int) -> list[Path]:
         """

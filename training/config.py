@@ -335,10 +335,6 @@ class PretrainConfig(TextConfig):
             f"out": (self.init_from is not None and self.attention_init != "normal"),
         }
 
-    def existing_tokenizer(self) -> str | None:
-        """The folder, file or Hub id of an existing tokenizer to use; None to train a tokenizer."""
-        return self.init_from if self.tokenizer is None else self.tokenizer
-
     def stages(self, max_steps: int) -> list[tuple[int, int, int]]:
         """
         The stages of the run. All steps of a stage have the same sequence length and batch size.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, gather_object
+from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, gather_object, parse_flag_from_env
 from huggingface_hub.utils.tqdm import progress_bar_states
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -56,7 +56,9 @@ def start_processes() -> PartialState:
     """
     refuse_first(
         {
-            f"{name} is not supported; launch with FSDP2, which shards a model over GPUs as well": is_set(variable)
+            f"{name} is not supported; launch with FSDP2, which shards a model over GPUs as well": parse_flag_from_env(
+                variable
+            )
             for variable, name in UNSUPPORTED_ENGINES.items()
         }
     )
@@ -73,11 +75,6 @@ def start_processes() -> PartialState:
         # it would hold the GIL while it waits for gloo's threads, and these need the GIL to free their last tensors.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(torch.distributed.group.WORLD))
     return state
-
-
-def is_set(variable: str) -> bool:
-    """Whether an environment variable of the launcher is true."""
-    return os.environ.get(variable, "false").lower() in ("1", "true", "yes", "on")
 
 
 @contextlib.contextmanager
@@ -211,7 +208,8 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
     cases = {
         f"FSDP was asked for, but Accelerate has none on {accelerator.device.type} with {accelerator.num_processes} "
-        f"processes; launch without FSDP, or on several GPUs": is_set("ACCELERATE_USE_FSDP") and not is_fsdp,
+        f"processes; launch without FSDP, or on several GPUs": parse_flag_from_env("ACCELERATE_USE_FSDP")
+        and not is_fsdp,
         "FSDP's first version is not supported; set fsdp_version: 2 in the launcher's configuration": (
             is_fsdp and not accelerator.is_fsdp2
         ),

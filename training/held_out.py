@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from d2l_bert.messages import counted, refuse_first
-from d2l_bert.model_cards.figures import has_collapsed
+from d2l_bert.messages import counted
+from d2l_bert.model_cards.figures import formatted, has_collapsed, own_metrics
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.pair_tasks import PairTask, pair_task, unit
 from d2l_bert.tokenization.sources import PYTHON_DOCS
@@ -76,8 +76,6 @@ class HeldOutPairs:
         Raises:
             UserError: the text has no pair of segments, or no token to predict.
         """
-        no_pair = f"{self.name}: no pair of segments in this text; give more text, or --objective none"
-        refuse_first({no_pair: not self.has_pairs()})
         return first_with_target(self.make_batch, self._labelled_parts(), self.name)
 
     def beside(self) -> dict[str, float]:
@@ -353,19 +351,10 @@ def report(folder, metrics: dict, example: str, data: dict) -> str:
     """
     task = pair_task(metrics)
     units = unit(task)
-    pair_line = ""
-    if task:
-        loss, accuracy = metrics[f"eval_{task.key}_loss"], metrics[f"eval_{task.key}_accuracy"]
-        one_segment = metrics[f"eval_{task.key}_one_segment_accuracy"]
-        pair_line = (
-            f"\n  {task.short} loss {loss:.3f} nats, accuracy {accuracy:.1%}; chance is 0.693 and 50%, one segment "
-            f"alone gives {one_segment:.1%} ({task.question})"
-        )
-    skipped_line = ""
-    if metrics["train_skipped_steps"]:
-        skipped_line = (
-            f"\n  steps skipped as their loss or gradient was not finite: {metrics['train_skipped_steps']:,}"
-        )
+    chance = f"; {task.short} has a loss of 0.693 nats and an accuracy of 50% by chance" if task else ""
+    figures = "\n".join(
+        f"  {metric.name}: {formatted(metrics[metric.key], metric.unit)}" for metric in own_metrics(metrics)
+    )
     filled_masks = "\n".join(
         f"  {filled['text']}\n    " + "  ".join(f"{best['label']} ({best['score']:.2f})" for best in filled["output"])
         for filled in metrics["predictions"]
@@ -374,14 +363,15 @@ def report(folder, metrics: dict, example: str, data: dict) -> str:
     note_line = f"\n\nNote: {note}" if note else ""
     return f"""
 What it learnt, on {metrics[f"eval_{units}"]:,} held-out {units} with {metrics["eval_masked_tokens"]:,} masked tokens \
-({data["tokenizer"]["unknown_share"]:.1%} of its characters are in [UNK]):
-  MLM loss {metrics["eval_mlm_loss"]:.3f} nats, perplexity {metrics["eval_perplexity"]:.1f}, \
-accuracy {metrics["eval_mlm_accuracy"]:.1%}, on rows as this objective has them \
-(`evaluate --objective none` has the same for all){pair_line}
+({data["tokenizer"]["unknown_share"]:.1%} of its characters are in [UNK]), on rows as this objective has them \
+(`evaluate --objective none` has the same for all):
+{figures}
+  knowing only how frequent each token is: an MLM loss of {metrics["eval_token_entropy"]:.3f} nats{chance}
   trained in {metrics["train_seconds"]:.0f} s at \
-{metrics[f"train_{units}_per_second"]:,.0f} {"sentence " if task else ""}{units}/s, \
+{metrics[f"train_{units}_per_second"]:,.0f} {units}/s, \
 {metrics["train_tokens_per_second"]:,.0f} tokens/s, {metrics["train_mfu"]:.1%} of the peak (MFU); \
-{metrics["train_padding_share"]:.1%} of the tokens computed were padding{skipped_line}
+{metrics["train_padding_share"]:.1%} of the tokens computed were padding; steps skipped as their loss or gradient was \
+not finite: {metrics["train_skipped_steps"]:,}
 
 A held-out {units[:-1]}, masked tokens in brackets:
 {example}

@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from d2l_bert.messages import UserError, explained, reading_model, refuse_first
+from d2l_bert.messages import UserError, explained, reading_model, refuse_first, shortened
 from d2l_bert.modeling import conversion, loading
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
@@ -33,9 +33,6 @@ logger = logging.getLogger(__name__)
 # tell neighbouring positions apart; with the Transformer's 10,000 most columns would be nearly constant.
 LONGEST_WAVE = 100
 
-# Modules that a saved model may lack, with their names in messages.
-HEADS = {"mlm": "MLM head", "nsp": "NSP head", "bert.pooler": "pooler"}
-
 
 def make_model(architecture: D2lBertConfig, run: PretrainConfig, tokenizer, is_resumed: bool) -> PreTrainedModel:
     """
@@ -52,8 +49,7 @@ def make_model(architecture: D2lBertConfig, run: PretrainConfig, tokenizer, is_r
     if run.attention_init == "neighbours":
         look_at_neighbours(model)
     if run.gradient_checkpointing:
-        # `activation_checkpointing_enable` exists from Transformers 5.23 on; the old name is removed in version 6.
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        model.activation_checkpointing_enable()
     return model
 
 
@@ -147,8 +143,8 @@ def start_from(
 
     Raises:
         UserError: the model or its tokenizer cannot be read, there is no tokenizer, or its vocabulary size is not the
-            model's; the architecture is not the model's; weights are missing, and not just those of whole heads
-            (`HEADS`); or the vocabulary of the run does not begin with the model's.
+            model's; the architecture is not the model's; weights are missing, and not just those of whole heads; or
+            the vocabulary of the run does not begin with the model's.
     """
     label, saved = f"init_from {run.init_from}", read_architecture(run.init_from)
     values = {field: (getattr(saved, field), getattr(architecture, field)) for field in D2lBertConfig.__annotations__}
@@ -160,11 +156,7 @@ def start_from(
     }
     refuse_first(cases, f"{label}: ")
     with reading_model(run.init_from, "init_from "):
-        place = run.init_from if loading.has_tokenizer(run.init_from) else run.tokenizer
-    cases = {
-        "the model has no tokenizer; give --tokenizer, or put its tokenizer.json beside its config.json": place is None
-    }
-    refuse_first(cases, f"{label}: ")
+        place = run.init_from if loading.has_tokenizer(run.init_from) or not run.tokenizer else run.tokenizer
     known = loading.load_tokenizer(place)
     cases = {
         f"the model's vocabulary has {saved.vocab_size} entries, and tokenizer {place} has {len(known)}; give the "
@@ -184,12 +176,11 @@ def start_from(
         model, missing, _ = conversion.load_and_compare(
             _class_of(run), None, state_dict=saved_model.state_dict(), **options
         )
-    fresh = [head for head in HEADS if any(name.startswith(f"{head}.") for name in missing)]
     if tokenizer is not None:
         extend_embeddings(model, known, tokenizer)
-        if fresh:
-            heads = " and no ".join(HEADS[head] for head in fresh)
-            logger.warning(f"{label}: the model has no {heads}; training starts with fresh weights there")
+        if missing:
+            names = shortened(", ".join(sorted(missing)), 300)
+            logger.warning(f"{label}: the model lacks weights of heads, which start fresh: {names}")
     return model.train()
 
 
@@ -225,12 +216,10 @@ def added_entries(old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) ->
         UserError: the vocabulary of `new` does not begin with all entries of `old`.
     """
     before, after = pieces(old), pieces(new)
-    for index, (was, piece) in enumerate(itertools.zip_longest(before, after[: len(before)])):
-        if was != piece:
-            has = "none" if piece is None else repr(piece)
-            raise UserError(
-                f"the tokenizer must begin with the model's vocabulary, and has {has} for {was!r} ({index})"
-            )
+    if others := [
+        entry for entry, at_its_id in itertools.zip_longest(before, after[: len(before)]) if entry != at_its_id
+    ]:
+        raise UserError(f"the tokenizer must begin with the model's vocabulary, and lacks {others[0]!r} in its place")
     return after[len(before) :]
 
 

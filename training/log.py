@@ -5,7 +5,6 @@ import datetime
 import itertools
 import json
 import logging
-import math
 import statistics
 import sys
 import time
@@ -20,11 +19,10 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from tqdm.auto import tqdm
 
 from d2l_bert import folders
-from d2l_bert.messages import GO_ON, READ_ERRORS, UserError, explained, launched_rank, refuse_first, writing
+from d2l_bert.messages import GO_ON, READ_ERRORS, explained, launched_rank, refuse_first, writing
 from d2l_bert.modeling.arithmetic import training_arithmetic
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.pair_tasks import PAIR_TASKS, pair_task, unit
-from d2l_bert.training.checkpoint import checkpoints
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.devices import MATMUL_DTYPES, matmul_peak, on_main
 from d2l_bert.training.optimizer import StepStats
@@ -160,15 +158,16 @@ class RunLog:
             self.record(self.changes[step])
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if stats.skipped else 0
         if stats.skipped:
-            values = f"loss {stats.mlm_loss + stats.pair_loss:g}, gradient norm {stats.grad_norm:g}"
-            reason = f"step {step} is left out, as it is not finite: {values}"
+            reason = (
+                f"step {step} is left out, as it is not finite: loss {stats.mlm_loss + stats.pair_loss:g}, gradient "
+                f"norm {stats.grad_norm:g}"
+            )
             self.record({"step": step, "event": "skipped", "reason": reason})
         if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
-            last = checkpoints(self.path.parent)[-1:]
-            way_out = "".join(f", or lower the rate from --init_from {path}" for path in last)
             message = (
                 f"training has diverged: loss or gradient was not finite in {MAX_SKIPPED_IN_A_ROW} steps in a row, up "
-                f"to step {step} ({values}); start again with a lower --learning_rate or --max_grad_norm{way_out}"
+                f"to step {step}; start again, or from a checkpoint by --init_from, with a lower --learning_rate or "
+                f"--max_grad_norm"
             )
             on_main(refuse_first, {message: True})
 
@@ -286,14 +285,11 @@ class RunLog:
         logger.log(level, line_of(row, self.max_steps))
 
     def _append(self, row):
-        for name, value in row.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise UserError(
-                    f"{name} is {value} at step {row['step']}: training has diverged; lower learning_rate and start "
-                    f"again"
-                )
+        way_out = "training has diverged: lower learning_rate and start again"
+        with explained(f"step {row['step']}: a figure is not finite", way_out, ValueError):
+            line = json.dumps(row, allow_nan=False)
         with writing(self.path, f", and {GO_ON}"), self.path.open("a") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")  # one write, when the file is closed
+            file.write(line + "\n")  # one write, when the file is closed
 
 
 def used_memory(device: torch.device) -> float:

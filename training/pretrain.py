@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -74,8 +73,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
             run = devices.with_defaults(run, architecture, accelerator)
             run.check()  # the launcher's precision, too, must go with the other options
         if accelerator.device.type == "cuda" and accelerator.mixed_precision == "no":
-            torch.set_float32_matmul_precision("high")
-            logger.info("mixed_precision no: on this GPU products are computed in TF32, with 10 bits of mantissa")
+            torch.set_float32_matmul_precision("high")  # TF32, with 10 bits of mantissa
         if not run.dry_run:  # a dry run writes nothing
             on_main(stack.enter_context, folders.locked_folder(folder))
         on_main(run_folder.check_output_folder, run, folder, run.init_from)
@@ -111,15 +109,13 @@ def check_options(architecture: D2lBertConfig, run: PretrainConfig) -> list[str]
     if run.license is not None:
         check_license(run.license)
     positions = architecture.max_position_embeddings
-    way_out = "lower it, or raise max_position_embeddings" if run.init_from is None else "lower it"
     sources = len(run.text_paths()) + len(run.dataset)
     cases = {
         "type_vocab_size must be at least 2: a pair has two segments": (
             architecture.type_vocab_size < 2 and run.objective != "none"
         ),
-        f"max_seq_length ({run.max_seq_length}) is beyond the model's positions ({positions}); {way_out}": (
-            run.max_seq_length > positions
-        ),
+        f"max_seq_length ({run.max_seq_length}) is beyond the model's positions ({positions}); lower it, or raise "
+        f"max_position_embeddings of a fresh model": (run.max_seq_length > positions),
         # The number of sources in a prepared folder is known after reading.
         f"source_weights: {len(run.source_weights)} weights for {sources} sources; give one for each": (
             run.source_weights and len(run.source_weights) != sources and not corpus_is_prepared(run)
@@ -180,18 +176,18 @@ def train(
         record = run_folder.make_record(run, architecture, text, accelerator)
         on_main(run_folder.start_folder, folder, record, start)
         words = checkpoint.WordSaver(learner, folder, tokenizer, checkpoint.word_marks(run.save_words), state)
-        saved_before = on_main(words.keep_earlier)  # a run that was killed may not have uploaded them
+        on_main(words.keep_earlier)
         pusher = None
         if run.push_to_hub and accelerator.is_main_process:
             pusher = Pusher(folder, record, run.hub_model_id, run.hub_strategy, public=not run.hub_private_repo)
-            for path in saved_before:
+            for path in checkpoint.word_folders(folder):  # a run that was killed may not have uploaded them
                 pusher.saved(path)
         on_main(start_trackers, accelerator, folder, record, start)
         log = RunLog(accelerator, folder, run, architecture, state)
         saved = resumed  # the last checkpoint
         # Inside the block a signal ends the run after the current step; before the block it ends the process at once.
         stop = stack.enter_context(StopSignals(accelerator))
-        stack.enter_context(closing(log.bar))
+        stack.enter_context(contextlib.closing(log.bar))
 
         def evaluate():
             """Evaluate on the held-out batches; log nothing if a signal stops the run meanwhile."""
@@ -200,7 +196,6 @@ def train(
                 log.record({"step": log.step, **metrics, **one_segment})
 
         def save(step):
-            scaler = accelerator.scaler
             content = {
                 "step": step,
                 "cursor": cursor,
@@ -209,14 +204,14 @@ def train(
                 "words_seen": words.seen,
                 "max_steps": max_steps,
                 "identity": identity,
-                "scaler": scaler.state_dict() if scaler else None,
+                "scaler": accelerator.scaler.state_dict() if accelerator.scaler else None,
             }
             model, tensors, path = learner.full_model(), learner.tensors(), folder / f"checkpoint-{step}"
             on_main(checkpoint.write_checkpoint, path, model, tokenizer, tensors, content, run.save_total_limit)
             return checkpoint.Checkpoint(path, content)
 
         made = load(steps, start, cursor, run.dataloader_num_workers, lambda: bool(stop.received_signal))
-        loaded = stack.enter_context(closing(made))
+        loaded = stack.enter_context(contextlib.closing(made))
         # The figures of the model that the run starts from; or those that a signal has kept an earlier run from.
         is_due = "evaluate" in schedule.due_after(run, start) if start else run.init_from is not None
         if is_due and not log.held_out_metrics():
@@ -250,9 +245,10 @@ def train(
             if log.step > (saved.state["step"] if saved else 0) and not log.skipped_in_a_row:
                 saved = save(log.step)
             how_to_resume = f"{saved.path} is saved; go on" if saved else "nothing is lost; start"
+            is_latest = not saved or saved.path in checkpoint.checkpoints(saved.path.parent)[-1:]
             logger.warning(
                 f"{signal_name(stop.agreed_signal)}: stopped; {how_to_resume} with the same command and "
-                f"--resume_from_checkpoint {saved.way_back() if saved else 'latest'}"
+                f"--resume_from_checkpoint {'latest' if is_latest else saved.path}"
             )
             devices.shut_down(accelerator)
             raise SystemExit(128 + stop.agreed_signal)  # 143 after SIGTERM, 130 after Ctrl-C
@@ -260,8 +256,12 @@ def train(
         missing = ", ".join(map(checkpoint.folder_name, words.waiting))
         logger.warning(f"save_words: the run has seen {words.seen:,.0f} words, so it has not saved {missing}")
     model = learner.full_model(averaged=True)
-    metrics = {**log.held_out_metrics(), **on_main(log.speed), "train_words_seen": words.seen}
-    metrics["eval_token_entropy"] = token_entropy(text)
+    metrics = {
+        **log.held_out_metrics(),
+        **on_main(log.speed),
+        "train_words_seen": words.seen,
+        "eval_token_entropy": token_entropy(text),
+    }
     report.info(on_main(run_folder.finish_folder, folder, text, record, model, metrics, log.rows, held_out))
     if run.push_to_hub:
         report.info(on_main(Pusher.finish, pusher))

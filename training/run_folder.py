@@ -200,9 +200,9 @@ def start_folder(folder: Path, record: dict, start: int) -> None:
         if old in later or old.name.startswith("."):
             checkpoint.delete(old)
     if start == 0:
-        folders.delete_synced(folder / checkpoint.WEIGHTS_FILE)
-        for name in (card.METRICS_FILE, card.CURVES_FILE, card.CARD_FILE, card.RELEASE_FILE):
+        for name in (checkpoint.WEIGHTS_FILE, card.METRICS_FILE, card.CURVES_FILE, card.CARD_FILE, card.RELEASE_FILE):
             (folder / name).unlink(missing_ok=True)
+            folders.sync(folder)  # the weights never stand alone
     if not (folder / checkpoint.WEIGHTS_FILE).exists():
         # Before the log, because `check_output_folder` refuses a folder with a log and no run_config.json.
         with writing(folder / card.RUN_FILE, ", and give the same command again"):

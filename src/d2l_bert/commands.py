@@ -161,7 +161,7 @@ def _refuse_what_is_fixed(arguments, run):
     from d2l_bert.training.recipes import architecture_options
 
     fixed = fixed_options(run)
-    if getattr(run, "init_from", None) is not None:
+    if run.init_from is not None:
         fixed |= dict.fromkeys({*architecture_options()} - {*FREE_FIELDS}, f"the model in init_from ({run.init_from})")
     messages.refuse_first(
         {f"{name} is fixed by {by}; leave {name} out": name in arguments for name, by in fixed.items()}

@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -80,7 +80,8 @@ def replacing_files(folder: Path, last: str) -> Iterator[Path]:
     with _emptied(hidden(folder / "model")) as partial:
         yield partial
         _sync_all(partial)
-        delete_synced(folder / last)
+        (folder / last).unlink(missing_ok=True)
+        sync(folder)
         for path in sorted(partial.iterdir(), key=lambda path: path.name == last):
             path.replace(folder / path.name)
             sync(folder)
@@ -101,12 +102,6 @@ def _sync_all(folder):
     """Flush a folder and what is in it to the disk."""
     for path in (*folder.rglob("*"), folder):
         sync(path)
-
-
-def delete_synced(path: Path) -> None:
-    """Delete a file, if it exists, and wait until that is on the disk."""
-    path.unlink(missing_ok=True)
-    sync(path.parent)
 
 
 @contextlib.contextmanager
@@ -230,14 +225,25 @@ def cache_folder() -> Path:
     return Path(constants.HF_HOME) / "d2l_bert"
 
 
-def cache_entry(folder: Path, kind: str, *identity) -> Path:
+def cached(folder: Path, kind: str, identity: Sequence, write: Callable[[Path], object]) -> Path:
     """
-    The path in a folder of the cache of what follows from these values of JSON.
+    The folder of the cache with what follows from some values of JSON, written by `write_once` if it is not there.
 
-    The name changes with them, and with what splits text and tokenizes: two libraries and Python's Unicode tables.
+    Its name changes with them, and with what splits text and tokenizes: two libraries and Python's Unicode tables.
+
+    Args:
+        folder: the cache.
+        kind: the beginning of the name.
+        identity: the values.
+        write: as in `write_once`.
+
+    Raises:
+        UserError: the cache cannot be written.
     """
     versions = [importlib.metadata.version(name) for name in ("sentencex", "tokenizers")]
-    return folder / f"{kind}-{short_hash(versions, unicodedata.unidata_version, *identity)}"
+    path = folder / f"{kind}-{short_hash(versions, unicodedata.unidata_version, *identity)}"
+    write_once(path, write)
+    return path
 
 
 def write_once(path: Path, write: Callable[[Path], object]) -> None:

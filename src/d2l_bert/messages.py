@@ -140,8 +140,7 @@ def launched_rank() -> int:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory ran out, on the GPU or the CPU. PyTorch raises several kinds."""
-    is_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return is_of_memory or (
+    return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError)
         and re.search("not enough memory|can't allocate memory|out of memory", str(error)) is not None
     )

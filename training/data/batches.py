@@ -282,7 +282,7 @@ def first_with_target(make_batch: BatchMaker, parts: Iterable[np.ndarray], name:
         name: the name of the text.
 
     Raises:
-        UserError: every token of all pairs is `[UNK]`.
+        UserError: there is no pair, or every token of all pairs is `[UNK]`.
     """
     for pairs in parts:
         for first in range(0, len(pairs), PAIRS_AT_ONCE):
@@ -291,8 +291,8 @@ def first_with_target(make_batch: BatchMaker, parts: Iterable[np.ndarray], name:
             if len(found):
                 return make_batch(some[found[:1]])
     raise UserError(
-        f"{name}: every token is [UNK] to the tokenizer, and [UNK] is never predicted; take a tokenizer that "
-        f"was trained on such text"
+        f"{name}: no pair of segments with a token to predict, and [UNK] is never predicted; give more text, "
+        f"--objective none, or a tokenizer that was trained on such text"
     )
 
 

@@ -5,6 +5,7 @@ the number of processes, the micro-batch size, the number of loader workers, or 
 """
 
 import contextlib
+import functools
 import itertools
 import queue
 import signal
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from d2l_bert.messages import GO_ON, UserError
 from d2l_bert.modeling.fast_paths import VARLEN, without_padding
-from d2l_bert.tokenization.processes import exit_with_parent
+from d2l_bert.tokenization.processes import start_worker
 from d2l_bert.training.data import batches
 from d2l_bert.training.data.batches import ALONE, BatchMaker, Ranks
 from d2l_bert.training.data.order import MOST_EMPTY_WINDOWS, START, EpochPairs
@@ -224,7 +225,8 @@ def _made(steps, start, cursor, num_workers, workers):
         sampler=steps.draw(start, cursor),
         num_workers=num_workers,
         collate_fn=_with_arrays,
-        worker_init_fn=_start_worker,
+        # The parent process finishes its step before it stops, and may still need a batch of this worker.
+        worker_init_fn=functools.partial(start_worker, ignored=(signal.SIGTERM, signal.SIGINT)),
         # A seed for the workers is drawn from a generator of its own, not from the run's random numbers.
         generator=torch.Generator(),
     )
@@ -245,11 +247,3 @@ def on_each(function: Callable, batch: dict) -> dict:
 def _with_arrays(step):
     arrays = [on_each(torch.Tensor.numpy, batch) for batch in step.micro_batches]
     return step._replace(micro_batches=arrays, counts=step.counts.numpy())
-
-
-def _start_worker(_):
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-    # A terminal's Ctrl-C and a scheduler's SIGTERM reach all processes of the group. The parent process finishes its
-    # step first, and may still need a batch of this worker.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from accelerate.utils import parse_flag_from_env
 
 from d2l_bert import folders, messages
 from d2l_bert.model_cards import publish, push
@@ -77,7 +78,9 @@ class Run:
         config.check()
         messages.refuse_first(
             {
-                "finetune trains with DDP, not FSDP; launch it without FSDP": devices.is_set("ACCELERATE_USE_FSDP"),
+                "finetune trains with DDP, not FSDP; launch it without FSDP": parse_flag_from_env(
+                    "ACCELERATE_USE_FSDP"
+                ),
                 "fp16 needs an NVIDIA GPU, and this machine shows none; leave fp16 out, or give bf16": (
                     config.fp16 and not torch.cuda.is_available()
                 ),
