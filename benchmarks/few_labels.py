@@ -122,7 +122,7 @@ def finetune(given, name, task, side, count, seed, files) -> dict:
     for split, file in files.items():
         words += [f"--{split}_file", file]
     words += ["--max_steps", str(given.max_steps), "--learning_rate", *given.learning_rates, *SIDES[side]]
-    words += ["--eval_strategy", "steps", "--eval_steps", str(max(1, given.max_steps // 4))]
+    words += ["--eval_steps", str(max(1, given.max_steps // 4))]
     if not (folder / "metrics.json").exists():
         resume = ["--resume_from_checkpoint", "latest"] if (folder / "run_config.json").exists() else []
         print(shlex.join(["d2l-bert", *words]), flush=True)

@@ -57,23 +57,9 @@ WITHOUT_PATHS = (".safetensors", ".onnx", ".png", ".jpg", "tokenizer.json", "voc
 
 
 def published_files(folder: Path) -> dict[str, Path]:
-    """The files of a folder whose names are in PUBLISHED, by their paths in it."""
+    """The files of a folder whose names are in PUBLISHED, by their paths in it, in the order of these."""
     paths = {path for pattern in PUBLISHED for path in folder.glob(pattern) if path.is_file()}
-    return {path.relative_to(folder).as_posix(): path for path in paths}
-
-
-def check_model(folder: Path) -> None:
-    """
-    Refuse a folder in which configuration, code, tokenizer or weights are missing, or two of them disagree.
-
-    Raises:
-        UserError: the first problem, in one line.
-    """
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; give a folder that d2l-bert pretrain has written")
-    config, model_class = check_code(folder)
-    check_tokenizer(folder, config)
-    check_weights(folder, model_class)
+    return {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
 
 
 def check_code(folder: Path):

@@ -46,7 +46,9 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
     """
     config.check()
     check_repo_id(repo_id)
-    checks.check_model(folder)
+    architecture, model_class = checks.check_code(folder)
+    checks.check_tokenizer(folder, architecture)
+    checks.check_weights(folder, model_class)
     # A card, written from the files of a run or compared with them, raises these if their entries have other types.
     way_out = f"put back what the run wrote into {cards.RUN_FILE} and {cards.METRICS_FILE}"
     with explained(f"{folder}: cannot be published", way_out, AttributeError, LookupError, TypeError):
@@ -83,8 +85,7 @@ def outgoing(folder: Path, license: str | None) -> dict[str, Path | bytes]:
     Args:
         license: replaces the licence in the card.
     """
-    files = {**checks.published_files(folder), cards.CARD_FILE: cards.read_card(folder, license).content.encode()}
-    return dict(sorted(files.items()))
+    return {**checks.published_files(folder), cards.CARD_FILE: cards.read_card(folder, license).content.encode()}
 
 
 def tag_of(files: dict[str, Path | bytes]) -> str:

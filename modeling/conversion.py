@@ -41,7 +41,7 @@ def load_and_compare(model_class, name: str | None, **options) -> tuple[PreTrain
 
     Returns:
         The model, the names of its weights that the checkpoint lacks, and the names of weights in the checkpoint that
-        the model lacks.
+        the model lacks. With `ignore_mismatched_sizes`, a weight of another shape is one that the checkpoint lacks.
 
     Raises:
         UserError: a weight does not have the shape that the configuration gives, or is not finite.
@@ -57,7 +57,8 @@ def load_and_compare(model_class, name: str | None, **options) -> tuple[PreTrain
             "the weights"
         ) from None
     check_finite(model)
-    return model, set(report["missing_keys"]), set(report["unexpected_keys"])
+    missing = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
+    return model, missing, set(report["unexpected_keys"])
 
 
 def check_finite(model: PreTrainedModel) -> None:
@@ -158,10 +159,10 @@ PRETRAINED = (
 )
 # What turns an encoder into a sentence-transformers model: its modules, the settings of lengths and prompts, and a
 # folder such as 1_Pooling for each module behind the encoder.
-SENTENCE_TRANSFORMER_FILES = (
+SENTENCE_TRANSFORMER_FILES = [
     *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
     "[0-9]*_*/*",
-)
+]
 
 
 def read_model(
@@ -288,9 +289,8 @@ def copy_sentence_transformer(name: str, folder: Path) -> None:
         name: the model to copy from, a folder or an id on the Hub.
         folder: the folder to copy to.
     """
-    wanted = list(SENTENCE_TRANSFORMER_FILES)
-    place = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, allow_patterns=wanted))
-    for file in (file for pattern in wanted for file in place.glob(pattern) if file.is_file()):
+    place = Path(name if Path(name).is_dir() else snapshot_download(name, allow_patterns=SENTENCE_TRANSFORMER_FILES))
+    for file in (file for pattern in SENTENCE_TRANSFORMER_FILES for file in place.glob(pattern) if file.is_file()):
         copied = folder / file.relative_to(place)
         copied.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copied)
@@ -298,24 +298,24 @@ def copy_sentence_transformer(name: str, folder: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-# Transformers gives a tokenizer without a limit one of 1e30 tokens.
+# More tokens than an input has. Transformers gives a tokenizer without a limit one of 1e30 tokens.
 NO_LIMIT = 2**31
 
 
-def longest_input(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
+def longest_input(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     """
-    The most tokens of an input, special tokens included; None if there is no limit.
+    The most tokens of an input, special tokens included; `NO_LIMIT` if there is no limit.
 
     Args:
         model: the encoder, with or without heads; its weights are not read, and may be on the device `meta`.
     """
-    limits = [int(tokenizer.model_max_length)] if tokenizer.model_max_length < NO_LIMIT else []
+    limits = [min(int(tokenizer.model_max_length), NO_LIMIT)]
     if (positions := getattr(model.config, "max_position_embeddings", None) or -1) > 0:
         tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
         # RoBERTa and its kin count positions from the id of the padding token on, plus 1; their tables know this id.
         unused = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
         limits.append(positions - max(unused, default=0))
-    return min(limits, default=None)
+    return min(limits)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from d2l_bert.tokenization.wordpiece import save_tokenizer
 
 from . import conversion, d2l_checkpoints
 from .configuration_d2l_bert import D2lBertConfig
-from .loading import read_tokenizer
+from .loading import has_tokenizer, read_tokenizer
 
 
 def convert(
@@ -44,7 +44,7 @@ def convert(
     if not is_from_d2l:
         with reading_model(source):
             model, unused = conversion.read_model(source, (BertConfig if source_kind == "bert" else D2lBertConfig,))
-            tokenizer = read_tokenizer(source, model.config)
+            tokenizer = read_tokenizer(source, model.config) if has_tokenizer(source) else None
     with explained(f"{source}: not converted", "", ValueError):
         if is_from_d2l:
             file = vocabulary or next(Path(source).glob("vocab.json"), None)

@@ -120,18 +120,18 @@ def from_d2l(
                 for name, value in state.items()
                 if ".attention.W_" in name
             }
+        refuse_first(
+            {
+                f"{name} would not come back as it was; save all weights in one precision": (
+                    value.dtype != embedding.dtype
+                )
+                for name, value in state.items()
+            }
+        )
         model = D2lBertForPreTraining(config).to(embedding.dtype).eval()
         ours = _with_nsp_exchanged(state | {POSITIONS: state[POSITIONS].squeeze(0)})
         model.load_state_dict(renamed(ours, D2L_NAMES, back=True))
         check_finite(model)
-        refuse_first(
-            {
-                f"{name} would not come back as it was; save all weights in one precision": (
-                    not torch.equal(value, state[name])
-                )
-                for name, value in _theirs(model).items()
-            }
-        )
     return model
 
 
@@ -154,13 +154,6 @@ def to_d2l(model: D2lBertForPreTraining) -> dict[str, torch.Tensor]:
         {f"{reason}; train a model with --recipe d2l": no for reason, no in cases.items()},
         "d2l's BERTModel cannot express this model: ",
     )
-    state = _theirs(model)
-    from_d2l(state, config.num_attention_heads)  # refuses if the weights do not come back
-    return state
-
-
-def _theirs(model):
-    """The weights of a model under the names of the book's model, and in its shapes."""
     state = renamed(_with_nsp_exchanged(model.state_dict()), D2L_NAMES)
     return state | {POSITIONS: state[POSITIONS].unsqueeze(0)}
 

@@ -49,7 +49,6 @@ def export(source: str, folder: Path, config: ExportConfig) -> tuple[str, dict, 
     model, saved, task = read_for_task(source, config.task)
     with messages.reading_model(source):
         tokenizer = loading.read_tokenizer(source, model.config)
-        messages.refuse_first({"it has no tokenizer; put its tokenizer.json beside it": tokenizer is None})
     pairs = {}  # of each file the model that it was made from, and the file as a model
     with (
         messages.explained("export needs ONNX", "pip install 'd2l-bert[onnx]'", ImportError),

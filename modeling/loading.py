@@ -64,7 +64,7 @@ def read_parts(auto_class, name: str) -> tuple[PreTrainedConfig, PreTrainedToken
         }
     )
     tokenizer = read_tokenizer(name, config)
-    is_lacking = tokenizer is None or not tokenizer.is_fast or tokenizer.pad_token_id is None
+    is_lacking = not tokenizer.is_fast or tokenizer.pad_token_id is None
     refuse_first({"it has no tokenizer.json, or its tokenizer has no padding token; give another model": is_lacking})
     return config, tokenizer
 
@@ -150,19 +150,18 @@ def has_tokenizer(name: str) -> bool:
     return any(cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in VOCABULARY_FILES)
 
 
-def read_tokenizer(name: str, config):
+def read_tokenizer(name: str, config) -> PreTrainedTokenizerBase:
     """
-    The tokenizer in a model's folder or repository; None if there is none.
+    The tokenizer in a model's folder or repository.
 
     Args:
         name: a folder or an id on the Hub.
         config: the model's configuration.
 
     Raises:
-        UserError: the tokenizer cannot be loaded, or has more tokens than the model.
+        UserError: there is no tokenizer, it cannot be loaded, or it has more tokens than the model.
     """
-    if not has_tokenizer(name):
-        return None
+    refuse_first({"it has no tokenizer; put its tokenizer.json beside it": not has_tokenizer(name)})
     tokenizer = stock_tokenizer(name)
     tokens = f"its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}"
     refuse_first({f"{tokens}; put back the model's own": len(tokenizer) > config.vocab_size})
@@ -225,11 +224,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 def _bare_file(path):
     """The one file of a tokenizer, if `path` is it, or a folder with it and no settings of a tokenizer or a model."""
-    if path.is_file():
-        return path
     if any((path / file).exists() for file in ("tokenizer_config.json", "config.json")):
         return None
-    return next((path / file for file in ("tokenizer.json", "vocab.txt") if (path / file).is_file()), None)
+    return next((file for file in (path, path / "tokenizer.json", path / "vocab.txt") if file.is_file()), None)
 
 
 def _read_file(file):

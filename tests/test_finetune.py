@@ -143,7 +143,7 @@ def test_an_error_in_the_card_or_a_picture_cannot_lose_the_model(trained, tmp_pa
 
 
 def test_a_full_disk_ends_a_fine_tuning_in_one_line_that_says_how_to_go_on(trained, tmp_path, fails):
-    options = ["--task=classification", *write_splits(tmp_path), "--max_steps=4", "--eval_strategy=steps"]
+    options = ["--task=classification", *write_splits(tmp_path), "--max_steps=4"]
     command = ["finetune", str(trained), f"--output_dir={tmp_path / 'out'}", *options, "--eval_steps=2"]
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     for largest in (20_000, 80_000):  # for the weights, and for the optimizer

@@ -255,8 +255,6 @@ OPTIONS = [  # options, words of the error line
     ("--task sst2 --early_stopping_patience 1 --validation_share 0", ["early_stopping_patience needs validation"]),
     ("--task sst2 --num_train_epochs 2 --max_steps 3", ["num_train_epochs and max_steps contradict each other"]),
     ("--task sst2 --warmup_steps 2 --warmup_ratio 0.1", ["warmup_ratio and warmup_steps contradict"]),
-    ("--task sst2 --eval_strategy steps", ["give --eval_steps N"]),
-    ("--task sst2 --eval_steps 5", ["eval_steps is for eval_strategy steps"]),
     ("--task sst2 --num_seeds 0", ["num_seeds", "got 0"]),
     ("--task sst2 --hidden_dropout_prob 1", ["hidden_dropout_prob"]),
     ("--task sst2 --metric_for_best_model bleu", ["metric_for_best_model 'bleu'", "accuracy, f1"]),

@@ -262,10 +262,11 @@ def fit_tokenizer(
         lambda partial: (partial / "content.json").write_text(json.dumps(fit())),
     )
     found = json.loads((path / "content.json").read_text())
-    tokenizer = existing or wordpiece.make_tokenizer(found["pieces"], rules := Rules(**found["rules"]))
+    tokenizer = existing or wordpiece.make_tokenizer(found["pieces"], Rules(**found["rules"]))
     if not existing:
+        settings = ", ".join(f"{name} {value}" for name, value in found["rules"].items())
         logger.info(
-            f"tokenizer: {rules}; {len(tokenizer):,} entries, {facts_of(tokenizer)['entries_with_digits']:,} of them "
-            f"with digits"
+            f"tokenizer: {settings}; {len(tokenizer):,} entries, {facts_of(tokenizer)['entries_with_digits']:,} of "
+            f"them with digits"
         )
     return tokenizer, found["account"], found["contents"]

@@ -23,6 +23,7 @@ from d2l_bert.messages import GO_ON, READ_ERRORS, explained, launched_rank, refu
 from d2l_bert.modeling.arithmetic import training_arithmetic
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.pair_tasks import PAIR_TASKS, pair_task, unit
+from d2l_bert.training.checkpoint import checkpoints
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.devices import MATMUL_DTYPES, matmul_peak, on_main
 from d2l_bert.training.optimizer import StepStats
@@ -164,10 +165,11 @@ class RunLog:
             )
             self.record({"step": step, "event": "skipped", "reason": reason})
         if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+            last = checkpoints(self.path.parent)[-1:]
+            way_out = "".join(f", or lower the rate from --init_from {path}" for path in last)
             message = (
                 f"training has diverged: loss or gradient was not finite in {MAX_SKIPPED_IN_A_ROW} steps in a row, up "
-                f"to step {step}; start again, or from a checkpoint by --init_from, with a lower --learning_rate or "
-                f"--max_grad_norm"
+                f"to step {step}; start again with a lower --learning_rate or --max_grad_norm{way_out}"
             )
             on_main(refuse_first, {message: True})
 

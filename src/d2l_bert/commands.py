@@ -102,7 +102,7 @@ def prepare_command(arguments) -> None:
     with folders.new_folder(Path(arguments.output_dir)) as folder:
         text = prepare_with_tokenizer(run)
         prepared_folder.write_prepared_folder(text, folder)
-    print(f"{text.summary()}\ntrain on it: d2l-bert pretrain --corpus {arguments.output_dir}")
+    print(f"train on it: d2l-bert pretrain --corpus {arguments.output_dir}")
 
 
 @command("[OPTIONS]")
@@ -214,7 +214,7 @@ def predict_command(arguments) -> None:
     texts have the names of the training, or a text file with a text in each line. The output has the columns of FILE,
     the predictions and their probabilities. Labels in FILE are not read.
     """
-    from d2l_bert.training.finetuning.predict import predict
+    from d2l_bert.training.finetuning.run import predict
 
     print(predict(arguments.model, arguments.file, options_of(arguments)))
 
@@ -291,11 +291,17 @@ def attention_command(arguments) -> None:
 
       d2l-bert attention MODEL "A crane is flying." "A crane driver came." --word crane
     """
-    from d2l_bert.inference.attention import compare_word, draw_attention
+    from d2l_bert.inference.attention import attention_figure, compare_word
 
     config, model, texts = options_of(arguments), arguments.model, (arguments.first, arguments.second)
     config.check()
-    print(draw_attention(model, *texts, config) if config.word is None else compare_word(model, config.word, *texts))
+    if config.word is not None:
+        print(compare_word(model, config.word, *texts))
+        return
+    figure, said = attention_figure(model, *texts, config.layer, config.head)
+    with folders.new_file(Path(config.output)) as partial:
+        figure.savefig(partial, format="png")
+    print(f"{config.output}: {said}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

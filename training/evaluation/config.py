@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from d2l_bert.folders import check_new_file
 from d2l_bert.options import BATCHES, MACHINE, MINIMAL_PAIRS, OUTPUT, TEXT, option
 from d2l_bert.tokenization.config import SourceConfig
 
@@ -131,12 +130,6 @@ class EvaluateConfig(SourceConfig):
         OUTPUT,
         common=True,
     )
-
-    def check(self) -> None:
-        """As in `Options`; then refuse an output that exists or cannot be written."""
-        super().check()
-        if self.output is not None:
-            check_new_file(Path(self.output))
 
     def contradictions(self) -> dict[str, object]:
         """As in `Options`."""

@@ -1,9 +1,7 @@
 """`d2l-bert evaluate`: figures of masked language models on a text and on minimal pairs, side by side."""
 
-import csv
 import dataclasses
 import importlib.metadata
-import io
 import json
 import logging
 import os
@@ -13,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from transformers.utils import logging as transformers_logging
+import pyarrow as pa
+from pyarrow import csv
 
 from d2l_bert import folders, messages
 from d2l_bert.model_cards import card, evaluations
@@ -51,10 +50,11 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         UserError: something that the user can fix, in one line.
         SystemExit: in a run of several processes, the main process has raised an error, and shows it.
     """
-    transformers_logging.disable_progress_bar()
     devices.start_processes()
     with devices.together():
         config.check()
+        if config.output is not None:
+            folders.check_new_file(Path(config.output))
         for name in names if config.update_card else ():
             evaluations.check_updatable(name)
         accelerator = devices.make_accelerator("no")
@@ -154,9 +154,11 @@ def _write(content: dict, of_runs: list[dict], config: EvaluateConfig) -> None:
         with messages.writing(output, ", or name another file"):
             if output.suffix.lower() == ".json":
                 folders.write_json(output, content)
+            elif output.suffix.lower() == ".md":
+                output.write_text(as_markdown(of_runs), encoding="utf-8")
             else:
-                table = as_markdown(of_runs) if output.suffix.lower() == ".md" else as_csv(of_runs)
-                output.write_text(table, encoding="utf-8", newline="")
+                columns = dict.fromkeys(name for row in of_runs for name in row)
+                csv.write_csv(pa.table({name: [row.get(name) for row in of_runs] for name in columns}), output)
         logger.info(f"wrote {output}")
     for figures in content["models"] if config.update_card else ():
         folder = Path(figures["model"])
@@ -214,8 +216,11 @@ def evaluation_table(content: dict) -> str:
         ]
     if blimps:
         pairs, count, score = (blimps[0][name] for name in ("pairs", "paradigm_count", "score"))
-        rows += [("", []), (f"BLiMP, score {score}: {pairs:,} pairs in {count} of 67 paradigms", [])]
-        rows.append(("  characters in [UNK]", [f"{blimp['unknown_share']:.1%}" for blimp in blimps]))
+        rows += [
+            ("", []),
+            (f"BLiMP, score {score}: {pairs:,} pairs in {count} of 67 paradigms", []),
+            ("  characters in [UNK]", [f"{blimp['unknown_share']:.1%}" for blimp in blimps]),
+        ]
         phenomena = {name: [blimp["phenomena"][name] for blimp in blimps] for name in blimps[0]["phenomena"]}
         for name, figures in {"all paradigms": blimps, **phenomena}.items():
             cells = [f"{100 * each['accuracy']:.1f} ± {100 * each['standard_error']:.1f} %" for each in figures]
@@ -281,15 +286,6 @@ def table_of_runs(models: Sequence[masked_models.MaskedModel], results: list[dic
             row |= {DEVIATION.format(label): statistics.stdev(values)} if len(values) > 1 else {}
         rows.append(row)
     return rows
-
-
-def as_csv(rows: list[dict]) -> str:
-    """The table as CSV."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)))
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def as_markdown(rows: list[dict]) -> str:

@@ -6,7 +6,6 @@ Shapes: B rows in a batch, T tokens in a row, P masked positions in a row, H hid
 import copy
 import inspect
 import re
-import sys
 
 import torch
 from tokenizers import pre_tokenizers
@@ -61,7 +60,7 @@ class MaskedModel(torch.nn.Module):
             }
         )
         self.backend = plain_backend(text_backend(self.tokenizer))
-        self.most_positions = conversion.longest_input(self.model.base_model, self.tokenizer) or sys.maxsize
+        self.most_positions = conversion.longest_input(self.model.base_model, self.tokenizer)
         self._arguments = inspect.signature(self.model.forward).parameters
         objective = "sop" if config.model_type == "albert" else self.record.get("run", {}).get("objective")
         self.task = PAIR_TASKS.get(objective, PAIR_TASKS["nsp"]) if has_both and not missing else None

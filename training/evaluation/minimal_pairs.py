@@ -49,16 +49,19 @@ def read_blimp(place: str) -> list[MinimalPair]:
         is_pair = all(isinstance(sentence, str) and sentence.strip() for sentence in sentences)
         refuse_first({f"{where}: no sentence_good, or no sentence_bad; each line of BLiMP has both": not is_pair})
         pairs.append(MinimalPair(str(row.get("UID") or name), str(row.get("linguistics_term") or name), good, bad))
-    refuse_first({f"blimp {place}: no .jsonl file with a minimal pair in it; copy BLiMP's files there": not pairs})
+    refuse_first(
+        {
+            f"blimp {place}: no folder with a .jsonl file of minimal pairs; give one with BLiMP's files, or "
+            f"{FROM_HUB}": not pairs
+        }
+    )
     return sorted(pairs, key=lambda pair: pair.paradigm)
 
 
 def _folder_rows(place: str) -> Iterator[tuple[str, dict, str]]:
     """Yield for each row of a folder's files its place, the row, and the name of a paradigm that has none."""
-    folder = Path(place)
-    refuse_first({f"blimp {place}: no such folder; give one with BLiMP's files, or {FROM_HUB}": not folder.is_dir()})
-    for file in sorted(folder.iterdir()):
-        if tables.suffix_unpacked(file) == ".jsonl" and not file.name.startswith("."):
+    for file in sorted(Path(place).glob("[!.]*")):
+        if tables.suffix_unpacked(file) == ".jsonl":
             with explained(file, "", *READ_ERRORS):
                 rows = list(tables.table_rows(file))
             yield from ((f"{file}, {line}", row, file.name.partition(".")[0]) for line, row in rows)

@@ -174,18 +174,20 @@ def print_line_scores(model: MaskedModel, config: EvaluateConfig, accelerator: A
         UserError: as in `sources.lines_and_cells`.
     """
     model.backend.enable_truncation(model.most_positions)
-    lines = (line for line, _ in sources.lines_and_cells(config.line_scores, config.text_column, config.separator))
-    count = 0
-    while group := list(itertools.islice(lines, LINES_AT_ONCE)):
-        encoded = encode(model, group)
+    rows = enumerate(sources.lines_and_cells(config.line_scores, config.text_column, config.separator), 1)
+    while group := [(number, line) for number, (line, _) in itertools.islice(rows, LINES_AT_ONCE)]:
+        encoded = encode(model, [line for _, line in group])
         scores = pseudo_log_likelihoods(
             model, encoded, config, accelerator, f"{model.name} on {config.line_scores}", config.line_masks
         ).numpy()
         unknown = np.array([(ids == model.tokenizer.unk_token_id).sum() for ids in encoded.ids])[encoded.numbers]
         counts = (encoded.scored_tokens, encoded.read_words, unknown)
-        for line, score, scored, read, of_unknown in zip(group, scores, *counts, strict=True):
-            count += 1
+        for (number, line), score, scored, read, of_unknown in zip(group, scores, *counts, strict=True):
             means = [score / scored, score, score / read] if scored else [-np.inf] * 3
-            shown = [*(f"{mean:.4f}" for mean in means), f"{of_unknown / max(1, scored + of_unknown):.4f}", f"{count}"]
+            shown = [
+                *(f"{mean:.4f}" for mean in means),
+                f"{of_unknown / max(1, scored + of_unknown):.4f}",
+                f"{number}",
+            ]
             if accelerator.is_main_process:
                 print(*shown, line.replace("\t", " "), sep="\t")

@@ -263,15 +263,8 @@ class FinetuneConfig(Options):
     metric_for_best_model: str | None = option(
         None, "metric on validation rows that chooses; default: the task's own", OUTPUT, metavar="NAME"
     )
-    eval_strategy: Literal["epoch", "steps"] = option(
-        "epoch", "evaluate and save after each epoch, or by eval_steps", OUTPUT
-    )
     eval_steps: int | None = option(
-        None,
-        "steps from one evaluation and checkpoint to the next, with eval_strategy steps",
-        OUTPUT,
-        within="[1, inf)",
-        needs=("eval_strategy", "steps"),
+        None, "steps from one evaluation and checkpoint to the next; default: an epoch", OUTPUT, within="[1, inf)"
     )
     report_to: list[str] = option(
         ["none"], "trackers, such as tensorboard or wandb; none for none", OUTPUT, identity=False, metavar="NAME"
@@ -343,9 +336,6 @@ class FinetuneConfig(Options):
                     ("bf16", "fp16"),
                 )
             },
-            "eval_strategy steps needs the number of steps; give --eval_steps N": (
-                self.eval_strategy == "steps" and self.eval_steps is None
-            ),
             **{
                 f"{name} needs validation rows; give --validation_file, or leave {name} out": (
                     name in given and not self.validates()

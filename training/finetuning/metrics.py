@@ -7,7 +7,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from matplotlib import figure, font_manager, ticker
+from matplotlib import figure, font_manager
 
 from d2l_bert.messages import explained, shortened
 from d2l_bert.model_cards import card, figures, pictures
@@ -289,10 +289,11 @@ def draw_confusion(true, predicted, names: list[str], rows_name: str, folder: Pa
     if any(ord(letter) not in known for letter in "".join(shown)):  # matplotlib's font has no CJK, among others
         shown, caption = list(range(len(names))), f"{caption}; classes by their numbers in config.json"
     share = np.mean([one == other for one, other in zip(true, predicted, strict=True)])
-    drawing, panel = pictures.one_panel(
-        [max(5.0, 2.5 + 0.5 * len(names))] * 2,
-        f"Confusion matrix on {rows_name}: {len(true):,} labels, accuracy {share:.1%}",
-    )
+    side = max(5.0, 2.5 + 0.5 * len(names))  # inches
+    title = f"Confusion matrix on {rows_name}: {len(true):,} labels, accuracy {share:.1%}"
+    drawing = figure.Figure(figsize=(side, side), layout="constrained")
+    panel = drawing.subplots()
+    panel.set_title(title, fontsize=10, wrap=True)
     sklearn.metrics.ConfusionMatrixDisplay.from_predictions(
         true,
         predicted,
@@ -321,20 +322,13 @@ def draw_curves(rows: list[dict], metric: str, title: str, folder: Path) -> dict
     Returns:
         The file's name and what it shows.
     """
-    panels = {"loss": {"loss": "training", "eval_loss": "validation"}}
+    panels = {"loss": {"training": "loss", "validation": "eval_loss"}}
     if metric != "loss" and any("eval_loss" in row for row in rows):
-        panels[metric] = {f"eval_{metric}": "validation"}
-    drawing = figure.Figure(figsize=(5 * len(panels), 4.2), layout="constrained")
+        unit = " (%)" if figures.METRICS[metric][1] == "%" else ""
+        panels[metric.replace("_", " ") + unit] = {"validation": f"eval_{metric}"}
+    drawing = pictures.panels_of_curves(rows, panels)
     drawing.suptitle(title, fontsize=10)
-    for panel, (name, curves) in zip(np.atleast_1d(drawing.subplots(1, len(panels))), panels.items(), strict=True):
-        for key, label in curves.items():
-            points = np.array([(row["step"], row[key]) for row in rows if key in row]).reshape(-1, 2)
-            panel.plot(*points.T, marker="o", markersize=3, label=label)
-        panel.set(title=name.replace("_", " "), xlabel="optimizer step")
-        if figures.METRICS[name][1] == "%":  # the whole axis, so that one row of few does not look like a collapse
-            panel.yaxis.set_major_formatter(ticker.PercentFormatter(1))
-            panel.set_ylim(0, 1)
-        panel.grid(alpha=0.3)
+    for panel in drawing.axes:
         panel.legend(frameon=False, fontsize=9)
     drawing.savefig(folder / card.CURVES_FILE, dpi=120)
     return {card.CURVES_FILE: "Loss and metric over the steps"}

@@ -35,16 +35,15 @@ class MultipleChoice(tasks.Task):
         "label_column": ("label", "answerKey"),
     }
 
-    def find_columns(self, train, has_labels=True):
+    def find_columns(self, train):
         # A choice each: SWAG's ending0, ending1, ..., COPA's choice1, choice2, WinoGrande's option1 and option2.
         numbered = [name for name in train.columns if re.fullmatch(r"(ending|choice|option)_?\d+", name)]
         if numbered and "choices" not in train.columns:
             self.columns["choices_column"] = sorted(numbered, key=lambda name: (len(name), name))
-        super().find_columns(train, has_labels)
+        super().find_columns(train)
         self.first = [option for option in ("context_column", "question_column") if option in self.columns]
         if not self.first:
             self.columns["context_column"] = ["context"]
-            self.check_columns(train, has_labels)
 
     def read(self, row, split):
         columns, names, cells = self.columns["choices_column"], [], row.cells

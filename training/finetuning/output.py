@@ -20,9 +20,10 @@ from transformers.pipelines import PIPELINE_REGISTRY
 
 from d2l_bert import folders, messages, options
 from d2l_bert.model_cards import card, figures
-from d2l_bert.modeling import conversion
+from d2l_bert.modeling import conversion, loading
 from d2l_bert.tokenization import account, wordpiece
 from d2l_bert.training import run_folder
+from d2l_bert.training.checkpoint import WEIGHTS_FILE
 from d2l_bert.training.finetuning import metrics as measures
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.splits import Split
@@ -35,25 +36,23 @@ logger = logging.getLogger(__name__)
 # The folder with a folder for each rate and seed: its result, and the best one's model.
 WORK_FOLDER = "attempts"
 MODEL_FOLDER = "model"
-WEIGHTS_FILE = "model.safetensors"
 PREDICTIONS_FILE = "predictions.csv"
 
 
-@contextlib.contextmanager
-def output_folder(run):
+def enter_folder(run, stack: contextlib.ExitStack) -> None:
     """
-    Make the output folder and lock it for the block, so that no other run writes there; write `run_config.json`.
+    Make the output folder and lock it until `stack` ends, so that no other run writes there; write `run_config.json`.
 
-    If the folder is new and still empty after the block, it is deleted. Only the main process calls this.
+    If the folder is new and still empty then, it is deleted. Only the main process calls this.
 
     Raises:
         UserError: the folder cannot be written, is locked by another run, or is refused by `check_output_folder` or by
             `start_folder`.
     """
-    with folders.locked_folder(run.folder), messages.writing(run.folder, f", and {messages.GO_ON}"):
-        run_folder.check_output_folder(run.config, run.folder, run.config.model, is_finetuning=True)
-        start_folder(run.config, run.folder, run.record)
-        yield
+    stack.enter_context(folders.locked_folder(run.folder))
+    stack.enter_context(messages.writing(run.folder, f", and {messages.GO_ON}"))
+    run_folder.check_output_folder(run.config, run.folder, run.config.model, is_finetuning=True)
+    start_folder(run.config, run.folder, run.record)
 
 
 def start_folder(config: FinetuneConfig, folder: Path, record: dict) -> None:
@@ -90,12 +89,13 @@ def make_record(run) -> dict:
     warmup, tag = arguments.warmup_steps, card.PIPELINE_TAGS[task.auto_class.removeprefix("AutoModel")]
     is_on_hub = splits["train"].is_dataset and not Path(dataset).exists()
     libraries = ("d2l-bert", "torch", "transformers", "tokenizers", "datasets", "accelerate", "scikit-learn", "scipy")
-    read = {config.output_dir: None, dataset: None, config.model: start.fingerprint}
+    fingerprint = loading.hash_of_model(config.model) if Path(config.model).exists() else None
+    read = {config.output_dir: None, dataset: None, config.model: fingerprint}
     read |= {getattr(config, f"{name}_file"): split.fingerprint for name, split in splits.items()}
     base = {
-        "name": config.model if start.fingerprint is None else folders.base_name(config.model),
+        "name": config.model if fingerprint is None else folders.base_name(config.model),
         "revision": start.revision,
-        "fingerprint": start.fingerprint,
+        "fingerprint": fingerprint,
     }
     record = card.portable(
         {
@@ -158,7 +158,7 @@ def command_line(given: dict) -> str:
 # The end of a run
 
 
-def write_folder(run, model, outputs: dict, metrics: dict, kept: dict) -> str:
+def write_folder(run, model, outputs: dict, tried: list[dict], seeds: list[dict], kept: dict) -> str:
     """
     Write the finished folder; only the main process calls this.
 
@@ -166,14 +166,14 @@ def write_folder(run, model, outputs: dict, metrics: dict, kept: dict) -> str:
         run: the `Run`.
         model: the trained model to keep, as in training.
         outputs: its outputs for the test rows, and for the rows to report on, by split.
-        metrics: what `make_metrics` has made.
-        kept: the result of the model to keep, as of `Run.attempt`.
+        tried, seeds, kept: what `Run.train` has returned.
 
     Returns:
         The report for the user: the table of figures, and what the folder holds.
     """
     task, splits, folder = run.task, run.splits, run.folder
     attempt = run.folder_of(kept["learning_rate"], kept["seed"])
+    metrics = make_metrics(run, tried, seeds, kept)
     with folders.replacing_files(folder, last=WEIGHTS_FILE) as partial:
         task.finish(model)
         conversion.save_model(model, partial)

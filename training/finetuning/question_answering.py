@@ -72,29 +72,23 @@ class QuestionAnswering(tasks.Task):
             )
         return row
 
-    def check_tokenizer(self, tokenizer, max_seq_length):
-        capacity, stride = max_seq_length - tokenizer.num_special_tokens_to_add(pair=True), self.stride(max_seq_length)
-        left = capacity - capacity // 2
+    def features(self, split, tokenizer, max_seq_length):
+        stride = self.config.doc_stride  # how many tokens two windows of a context share
+        stride = min(STRIDE, max_seq_length // 3) if stride is None else stride
+        capacity = max_seq_length - tokenizer.num_special_tokens_to_add(pair=True)
+        most = capacity // 2  # tokens of a question
         refuse_first(
             {
-                f"max_seq_length {max_seq_length}: leaves {left} tokens of the context beside a long question, and "
-                f"answers need {LEAST_CONTEXT}, and more than doc_stride ({stride}); raise max_seq_length, or lower "
-                f"doc_stride": left < max(stride + 1, LEAST_CONTEXT)
+                f"max_seq_length {max_seq_length}: leaves {capacity - most} tokens of the context beside a long "
+                f"question, and answers need {LEAST_CONTEXT}, and more than doc_stride ({stride}); raise "
+                f"max_seq_length, or lower doc_stride": capacity - most < max(stride + 1, LEAST_CONTEXT)
             }
         )
-
-    def stride(self, max_seq_length: int) -> int:
-        """How many tokens two windows of a context share."""
-        given = self.config.doc_stride
-        return min(STRIDE, max_seq_length // 3) if given is None else given
-
-    def features(self, split, tokenizer, max_seq_length):
-        most = (max_seq_length - tokenizer.num_special_tokens_to_add(pair=True)) // 2
         questions, contexts = zip(*(row.texts for row in split.rows), strict=True)
         cuts = tasks.encoded(tokenizer, [questions], most, add_special_tokens=False)
         ends = [max((end for _, end in encoding.offsets), default=0) for *_, encoding in cuts]
         short = [question[:end].strip() for question, end in zip(questions, ends, strict=True)]
-        options = {"truncation": "only_second", "stride": self.stride(max_seq_length)}
+        options = {"truncation": "only_second", "stride": stride}
         found, long = set(), set()
         for source, inputs, encoding in tasks.encoded(
             tokenizer, [short, contexts], max_seq_length, return_overflowing_tokens=True, **options

@@ -1,11 +1,15 @@
-"""`finetune`: checks options and rows, trains one model for each rate and seed, leaves the best with its figures."""
+"""`finetune`: checks options and rows, trains one model for each rate and seed, leaves the best with its figures.
+
+`predict`: a model that `finetune` has left on new rows; predictions and probabilities beside the rows' own columns.
+"""
 
 import contextlib
+import dataclasses
 import itertools
-import json
 import logging
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -15,11 +19,12 @@ from accelerate.utils import parse_flag_from_env
 from d2l_bert import folders, messages
 from d2l_bert.model_cards import publish, push
 from d2l_bert.model_cards.config import PublishConfig
-from d2l_bert.modeling import conversion
+from d2l_bert.modeling import conversion, loading
+from d2l_bert.tokenization.sources import STDIN
 from d2l_bert.training import devices, log, run_folder
 from d2l_bert.training.checkpoint import checkpoints
 from d2l_bert.training.finetuning import metrics, output, splits, trainer
-from d2l_bert.training.finetuning.config import FinetuneConfig
+from d2l_bert.training.finetuning.config import FinetuneConfig, PredictConfig
 
 
 logger = logging.getLogger(__name__)
@@ -46,11 +51,10 @@ def finetune(config: FinetuneConfig) -> Path:
     """
     state = devices.start_processes()
     with devices.restore_host_settings(), conversion.without_log_messages():
-        transformers.utils.logging.disable_progress_bar()
         with devices.together():
             run = Run(config, state.num_processes)
         with contextlib.ExitStack() as stack:
-            devices.on_main(lambda: stack.enter_context(output.output_folder(run)), share_result=False)
+            devices.on_main(output.enter_folder, run, stack)
             message = run.finish(*run.train())
         if state.is_main_process:
             messages.report.info(message)
@@ -96,7 +100,6 @@ class Run:
         task.metric()
         run_folder.check_output_folder(config, self.folder, config.model, is_finetuning=True)
         self.start = start = trainer.read_start(config, task)
-        task.check_tokenizer(start.tokenizer, start.max_seq_length)
         self.splits = splits.load_splits(config, task)
         self.metric = task.metric()  # of token classification, the rows decide
         messages.refuse_first(
@@ -107,13 +110,13 @@ class Run:
                 )
             }
         )
-        if config.push_to_hub:
-            devices.on_main(push.check_push, self.repository, config.license, False)
         for name, split in self.splits.items():
             task.features(split, start.tokenizer, start.max_seq_length)
             labels = "" if split.is_labelled else ", without labels"
             note = split.note or f"none is longer than {start.max_seq_length} tokens"
             logger.info(f"{name}: {messages.counted(len(split.rows), 'row')} of {split.name}{labels}; {note}")
+        if config.push_to_hub:
+            devices.on_main(push.check_push, self.repository, config.license, False)
         self.rates = config.learning_rates() or [trainer.default_rate(getattr(start.config, "hidden_size", 768))]
         given = "" if config.learning_rate else " (by the model's size; --learning_rate sets it)"
         logger.info(f"rate {', '.join(f'{rate:g}' for rate in self.rates)}{given}")
@@ -125,7 +128,7 @@ class Run:
 
     def arguments(self, rate: float, seed: int) -> transformers.TrainingArguments:
         """Trainer's arguments for one model."""
-        return trainer.make_arguments(self.config, self.task, self.folder_of(rate, seed), rate, seed, self.processes)
+        return trainer.make_arguments(self.task, self.folder_of(rate, seed), rate, seed, self.processes)
 
     def measured(self) -> list[str]:
         """The splits to measure on, the one to report last: `validation`, `test`, as far as they have labels."""
@@ -222,8 +225,7 @@ class Run:
         else:
             model, result["diverged"] = None, True
             logger.warning(f"{folder.name}: the training diverged (weights are not finite); it is left out")
-        devices.on_main(_keep, folder, model, result)
-        return json.loads(json.dumps(result))
+        return devices.on_main(_keep, folder, model, result)
 
     # -----------------------------------------------------------------------------------------------------------------
     # The end
@@ -243,12 +245,16 @@ class Run:
             arguments, split = self.arguments(*place), self.splits[name]
             found = trainer.predict(task, model, arguments, self.start.tokenizer, split)
             outputs[name] = task.rescaled(found.predictions)
-        metrics = output.make_metrics(self, tried, seeds, kept)
-        return devices.on_main(output.write_folder, self, model, outputs, metrics, kept)
+        return devices.on_main(output.write_folder, self, model, outputs, tried, seeds, kept)
 
 
 def _keep(folder, model, result):
-    """Write a trained model (None if the training diverged) and its result; then delete the checkpoints."""
+    """
+    Write a trained model (None if the training diverged) and its result; then delete the checkpoints.
+
+    Returns:
+        The result as the file has it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if model is not None:
         conversion.save_model(model, folder / output.MODEL_FOLDER)
@@ -256,3 +262,57 @@ def _keep(folder, model, result):
     folders.write_json(folder / RESULT_FILE, result)
     for checkpoint in checkpoints(folder):
         shutil.rmtree(checkpoint)
+    return folders.read_json(folder / RESULT_FILE)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# New rows
+
+
+def predict(name: str, file: str, config: PredictConfig) -> str:
+    """
+    Predict the labels of rows by a model that `finetune` has left, and write them beside the rows.
+
+    Args:
+        name: the model, a folder or an id on the Hub.
+        file: a table as in `splits.read_file`; a text file with a text in each line; or `-` for the standard input,
+            which holds a text or an object of JSON in each line. Labels that it has are not read.
+
+    Returns:
+        A message: how many rows, and where they are.
+
+    Raises:
+        UserError: the model was not fine-tuned by this package, the file or one of its rows cannot be read, or the
+            output cannot be written. No file is left.
+    """
+    config.check()
+    record, target = loading.read_record(name), Path(config.output)
+    messages.refuse_first(
+        {
+            f"{name}: no run_config.json of d2l-bert finetune says what it predicts; give a model that was fine-tuned "
+            f"with it": "learnt" not in record
+        }
+    )
+    known = FinetuneConfig(**record["finetune"])
+    given = {option: value for option, value in vars(config).items() if value and hasattr(known, option)}
+    task = trainer.CLASSES[known.task_type](dataclasses.replace(known, model=name, **given))
+    vars(task).update(record["learnt"])
+    with tempfile.TemporaryDirectory() as scratch:
+        if file == STDIN:
+            file = str(Path(scratch, "standard input"))
+            Path(file).write_bytes(sys.stdin.buffer.read())
+        text_column = task.config.text_column or task.usual_columns.get("text_column", ("text",))[0]
+        split = splits.read_file(file, "FILE", config.separator, text_column)
+        task.find_columns(split)
+        task.check_columns(split, has_labels=False)
+        task.columns["label_column"], task.label = [None], None  # no row has such a column: labels are not read
+        split.rows = splits.usable(split, task.read)
+        model, tokenizer, _ = loading.load_pretrained(getattr(transformers, task.auto_class), name)
+        task.features(split, tokenizer, record["max_seq_length"])
+        with folders.new_file(target) as partial:
+            with devices.restore_host_settings():
+                arguments = trainer.make_arguments(task, Path(scratch), rate=1.0, seed=0, processes=1)
+                # As they are: a finished model predicts in the units of the labels.
+                outputs = trainer.predict(task, model, arguments, tokenizer, split).predictions
+            output.write_table(partial, split, task.predictions(split, outputs), config.excel)
+    return f"{target}: predictions for {messages.counted(len(split.rows), 'row')}"

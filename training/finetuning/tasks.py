@@ -73,7 +73,7 @@ class Task:
     - `learn(train)` learns from the training rows what the labels are; raises `UserError` if they cannot be learnt;
     - `features(split, tokenizer, max_seq_length)` sets the split's `features`, and what else the task needs to read
       the model's outputs (`windows`, `note`). Each feature has `labels`, of which -100 does not count in the loss;
-      in a split without labels they are not read;
+      in a split without labels they are not read. Raises `UserError` for a tokenizer or a length that cannot be used;
     - `metrics(split, outputs)`: the metrics of a labelled split by name, without the loss;
     - `predictions(split, outputs)`: columns with the predictions for each row of a split.
 
@@ -127,23 +127,14 @@ class Task:
     # -----------------------------------------------------------------------------------------------------------------
     # Rows
 
-    def find_columns(self, train, has_labels: bool = True) -> None:
-        """
-        Find the columns: the option's, or a usual one, or the named data set's.
-
-        Args:
-            has_labels: whether the rows need a column of labels.
-
-        Raises:
-            UserError: there is none of these names, or a column has two uses.
-        """
+    def find_columns(self, train) -> None:
+        """Find the columns: the option's, or a usual one, or the named data set's; `check_columns` follows."""
         for option, usual in self.usual_columns.items():
             names = [*usual, *filter(None, [self.config.named.get(option)])]
             known = self.columns.get(option) or next((name for name in names if name in train.columns), None)
             found = getattr(self.config, option) or known
             if found or option not in OPTIONAL or option in self.config.named:
                 self.columns[option] = found if isinstance(found, list) else [found or names[0]]
-        self.check_columns(train, has_labels)
         self.label = self.columns["label_column"][0]
 
     def check_columns(self, split, has_labels: bool = True) -> None:
@@ -215,9 +206,6 @@ class Task:
 
     # -----------------------------------------------------------------------------------------------------------------
     # The model and its outputs
-
-    def check_tokenizer(self, tokenizer, max_seq_length: int) -> None:
-        """Refuse a tokenizer or a length that the features cannot be made with, before the rows are read."""
 
     def logits(self, outputs, attention_mask) -> torch.Tensor:
         """What the task reads of a model's outputs for a batch, (B, ...); with tokens, they are in dimension 1."""

@@ -60,7 +60,7 @@ class TokenClassification(tasks.Task):
             else f"the tags are not of {', '.join(metrics.SCHEMES)}: the figure is the accuracy over words"
         )
 
-    def check_tokenizer(self, tokenizer, max_seq_length):
+    def features(self, split, tokenizer, max_seq_length):
         refuse_first(
             {
                 f"{self.config.model}: its tokenizer gives a word of a list other tokens than the same word behind a "
@@ -69,8 +69,6 @@ class TokenClassification(tasks.Task):
                 )
             }
         )
-
-    def features(self, split, tokenizer, max_seq_length):
         texts, seen = [row.texts for row in split.rows], set()
         options = {"is_split_into_words": True, "return_overflowing_tokens": True}
         for source, inputs, encoding in tasks.encoded(tokenizer, [texts], max_seq_length, **options):

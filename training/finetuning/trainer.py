@@ -2,8 +2,6 @@
 
 import copy
 import logging
-import math
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +72,6 @@ class Start:
     Args:
         config: the configuration, with the dropout of the run.
         revision: the commit of a model on the Hub; None for a folder.
-        fingerprint: a hash of the files of a folder; None for a model on the Hub.
         max_seq_length: most tokens of a row.
         dropout: the dropout rates of the run, by the names of `DROPOUT_FIELDS`.
     """
@@ -82,7 +79,6 @@ class Start:
     config: object
     tokenizer: transformers.PreTrainedTokenizerBase
     revision: str | None
-    fingerprint: str | None
     dropout: dict[str, float]
     max_seq_length: int = 0
 
@@ -105,16 +101,10 @@ def read_start(config: FinetuneConfig, task: Task) -> Start:
         if field is not None:
             dropout[option] = (getattr(model_config, field) or DROPOUT) if given is None else given
             setattr(model_config, field, dropout[option])
-    is_folder = Path(config.model).exists()
-    start = Start(
-        config=model_config,
-        tokenizer=tokenizer,
-        revision=None if is_folder else hub.extract_commit_hash(hub.cached_file(config.model, "config.json"), None),
-        fingerprint=loading.hash_of_model(config.model) if is_folder else None,
-        dropout=dropout,
-    )
+    on_hub = None if Path(config.model).exists() else hub.cached_file(config.model, "config.json")
+    start = Start(model_config, tokenizer, on_hub and hub.extract_commit_hash(on_hub, None), dropout)
     model, _ = make_model(start, task)
-    wanted, most = config.max_seq_length or task.default_length, conversion.longest_input(model, tokenizer) or math.inf
+    wanted, most = config.max_seq_length or task.default_length, conversion.longest_input(model, tokenizer)
     beyond = f"max_seq_length ({wanted}) is beyond the model's positions ({most}); lower it"
     refuse_first({beyond: config.max_seq_length and wanted > most})
     start.max_seq_length = min(wanted, most)
@@ -139,34 +129,31 @@ def make_model(start: Start, task: Task) -> tuple[transformers.PreTrainedModel, 
     config.update(task.settings)
     if task.config.from_scratch:
         return auto_class.from_config(config, dtype=torch.float32).train(), []
-    with reading_model(name), conversion.without_log_messages():
-        model, report = auto_class.from_pretrained(
+    with reading_model(name):
+        model, missing, _ = conversion.load_and_compare(
+            auto_class,
             name,
             config=config,
             dtype=torch.float32,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # of a saved head; those of the encoder are refused below
-            output_loading_info=True,
             **({"revision": start.revision} if start.revision else {}),  # the commit that the card names
         )
-        missing, mismatched = set(report["missing_keys"]), {name for name, *_ in report["mismatched_keys"]}
         encoder = f"{model.base_model_prefix}."
-        needed = mismatched | {name for name in missing if "pooler." not in name}
         refuse_first(
             {
                 f"it has no weights for {name}, or not in the shape that config.json gives; give a pretrained encoder "
-                f"with its config.json": name.startswith(encoder)
-                for name in sorted(needed)
+                f"with its config.json": name.startswith(encoder) and "pooler." not in name
+                for name in sorted(missing)
             }
         )
         head = {name for name, _ in model.named_parameters() if not name.startswith(encoder)}
-        if not head <= missing | mismatched:  # the saved model has a head of another task: it is drawn anew
+        if not head <= missing:  # the saved model has a head of another task: it is drawn anew
             for path, module in model.named_modules():
                 if path and path.partition(".")[0] != model.base_model_prefix:
                     for parameter in module.parameters(recurse=False):
                         parameter._is_hf_initialized = False  # Transformers leaves weights with this mark as they are
                     model._init_weights(module)
-        conversion.check_finite(model)
     return model.train(), sorted({name.rpartition(".")[0] for name in missing | head})
 
 
@@ -184,9 +171,7 @@ def default_rate(hidden_size: int) -> float:
     return next((rate for size, rate in ((256, 3e-4), (512, 1e-4), (768, 5e-5)) if hidden_size < size), 2e-5)
 
 
-def make_arguments(
-    config: FinetuneConfig, task: Task, folder: Path, rate: float, seed: int, processes: int
-) -> transformers.TrainingArguments:
+def make_arguments(task: Task, folder: Path, rate: float, seed: int, processes: int) -> transformers.TrainingArguments:
     """
     Trainer's arguments for one model of a run.
 
@@ -195,7 +180,9 @@ def make_arguments(
         rate, seed: of this model.
         processes: how many processes train.
     """
+    config = task.config
     metric = task.metric()
+    strategy = "steps" if config.eval_steps else "epoch"
     arguments = transformers.TrainingArguments(
         **{name: getattr(config, name) for name in AS_GIVEN},
         output_dir=str(folder),
@@ -211,9 +198,10 @@ def make_arguments(
         use_cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()),
         logging_steps=1 / 50,  # of the run: points of the curves
         # Saved wherever it is evaluated: Trainer may name a best step that has no checkpoint otherwise.
-        eval_strategy=config.eval_strategy if config.validates() else "no",
-        save_strategy=config.eval_strategy,
+        eval_strategy=strategy if config.validates() else "no",
+        save_strategy=strategy,
         save_steps=config.eval_steps or 1,
+        save_total_limit=3,  # the best, the last one, and the one before, which is complete
         load_best_model_at_end=config.validates(),
         metric_for_best_model=f"eval_{metric}",
         greater_is_better=metric not in LOWER_IS_BETTER,
@@ -294,9 +282,8 @@ class Checkpoints(transformers.TrainerCallback):
     """
     Logs each evaluation, takes the lower loss for the better of equal checkpoints, and marks complete checkpoints.
 
-    A checkpoint is marked after Trainer has written all of its files; then all but it and the best are deleted.
-    Trainer itself would delete an older checkpoint before the new one is marked; a run killed in between would then
-    have no checkpoint to resume from.
+    A checkpoint is marked after Trainer has written all of its files, and has deleted older ones but the best and the
+    one before (`save_total_limit`): a run that is killed in between resumes from that one.
 
     Args:
         before: the seconds of training before the checkpoint that training goes on from.
@@ -332,9 +319,6 @@ class Checkpoints(transformers.TrainerCallback):
         last = Path(args.output_dir, f"checkpoint-{state.global_step}")
         if state.is_world_process_zero and last.is_dir():
             folders.write_json(last / COMPLETE_FILE, {"seconds": self.seconds()})
-            for path in checkpoints(last.parent):
-                if path.name not in (last.name, Path(state.best_model_checkpoint or "").name):
-                    shutil.rmtree(path)
 
 
 def last_checkpoint(folder: Path) -> tuple[str | None, float]:

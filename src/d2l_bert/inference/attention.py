@@ -7,13 +7,11 @@ attention weights, which sum to 1 over the keys.
 import itertools
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from d2l_bert import folders, messages
-from d2l_bert.inference.config import AttentionConfig
 from d2l_bert.modeling import conversion, loading
 
 
@@ -22,22 +20,6 @@ MOST_TOKENS_ACROSS = 240
 
 # What is written in place of a character that no font has, the replacement character of Unicode.
 UNSEEN = chr(0xFFFD)
-
-
-def draw_attention(name: str, first: str, second: str | None, config: AttentionConfig) -> str:
-    """
-    Write the picture of `attention_figure` into a new PNG file, with checked options.
-
-    Returns:
-        A message: where the picture is, and what it does not show.
-
-    Raises:
-        UserError: the output is refused, or as in `attention_figure`.
-    """
-    figure, said = attention_figure(name, first, second, config.layer, config.head)
-    with folders.new_file(Path(config.output)) as partial:
-        figure.savefig(partial, format="png")
-    return f"{config.output}: {said}"
 
 
 def attention_figure(
@@ -110,7 +92,7 @@ def attention_figure(
     said = {
         f"attention of {messages.counted(panels, 'head')} over {len(tokens)} tokens": True,
         "there are too many tokens to write them: --layer and --head enlarge a part": are_too_many,
-        f"no font here has {''.join(sorted(missing))}, which the picture shows as {UNSEEN}": missing and labels,
+        f"no font here has {missing}, which the picture shows as {UNSEEN}": missing and labels,
     }
     return figure, "; ".join(line for line, holds in said.items() if holds)
 
@@ -156,10 +138,9 @@ def encoded_text(name: str, model, tokenizer, first: str, second: str | None = N
     """
     encoded = tokenizer(first, second or None, return_tensors="pt", verbose=False)  # it would warn of a long text
     count, limit = encoded["input_ids"].shape[1], conversion.longest_input(model, tokenizer)
-    if limit is not None and count > limit:
-        raise messages.UserError(
-            f"{name}: {count} tokens, {count - limit} more than the model reads ({limit}); give less text"
-        )
+    messages.refuse_first(
+        {f"{name}: {count} tokens, {count - limit} more than the model reads ({limit}); give less text": count > limit}
+    )
     if getattr(model.config, "type_vocab_size", 2) < 2:
         encoded.pop("token_type_ids", None)  # the tokenizer may number two segments where the model knows one
     return encoded
@@ -194,16 +175,13 @@ def compare_word(name: str, word: str, first: str, second: str | None) -> str:
     vectors = []
     for letter, text in zip("AB", (first, second), strict=True):
         found = pattern.search(text)
+        encoded = encoded_text(name, model, tokenizer, text)
+        places = sorted({encoded.char_to_token(place) for place in range(*found.span())} - {None}) if found else []
         messages.refuse_first(
             {
-                f"word {word!r}: is not in {messages.shortened(text, 60)!r}; give a word of both texts, as it stands "
-                f"there": found is None
+                f"word {word!r}: is not in {messages.shortened(text, 60)!r}, or the tokenizer makes no token of it; "
+                f"give a word of both texts, as it stands there": not places
             }
-        )
-        encoded = encoded_text(name, model, tokenizer, text)
-        places = sorted({encoded.char_to_token(place) for place in range(*found.span())} - {None})
-        messages.refuse_first(
-            {f"word {word!r}: the tokenizer of {name} makes no token of it; give another word": not places}
         )
         with torch.inference_mode():
             hidden = torch.cat(model(**encoded, output_hidden_states=True).hidden_states)  # (layers + 1, T, H)
@@ -220,20 +198,18 @@ def compare_word(name: str, word: str, first: str, second: str | None) -> str:
     return "\n".join(lines)
 
 
-def _fonts_for(text: str) -> tuple[list[str], set[str]]:
+def _fonts_for(text: str) -> tuple[list[str], str]:
     """The families of fonts to draw a text in, the default first; and the characters that no font has."""
     from matplotlib import font_manager, rcParams
 
-    def found(file):
-        font = font_manager.get_font(file)
-        return {character for character in text if font.get_char_index(ord(character))}
-
-    unseen = set(text) - found(font_manager.findfont(font_manager.FontProperties()))
+    default = font_manager.findfont(font_manager.FontProperties())
+    unseen = {*map(ord, text)} - font_manager.get_font(default).get_charmap().keys()
     # matplotlib's last resort has a box for every character.
     others = [
-        (font.name, unseen & found(font.fname))
+        (font.name, unseen & font_manager.get_font(font.fname).get_charmap().keys())
         for font in font_manager.fontManager.ttflist
         if unseen and not font.name.startswith("Last Resort")
     ]
     families = sorted({family for family, characters in others if characters})
-    return [*rcParams["font.family"], *families], unseen.difference(*(characters for _, characters in others))
+    missing = unseen.difference(*(characters for _, characters in others))
+    return [*rcParams["font.family"], *families], "".join(map(chr, sorted(missing)))

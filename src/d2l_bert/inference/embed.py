@@ -57,7 +57,7 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
     source = "standard input" if file == sources.STDIN else file
     all_rows = sources.lines_and_cells(file, config.text_column, config.separator)
     model, tokenizer = loading.load_encoder(name)
-    most = conversion.longest_input(model, tokenizer) or sys.maxsize
+    most = conversion.longest_input(model, tokenizer)
     limit = config.max_seq_length or most
     messages.refuse_first({f"max_seq_length {limit}: the model reads {most} tokens at most; lower it": limit > most})
     model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
@@ -68,8 +68,6 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
     totals, even = Counter(), None
     nearest = [[] for _ in config.nearest]
     queries = backend.encode_batch(config.nearest)
-    if any(query.overflowing for query in queries):
-        logger.warning(f"nearest: a text is cut off after {limit:,} tokens")
     wanted = vectors_of(queries, model, tokenizer, config)
     with vector_file(Path(config.output), size) if config.output else contextlib.nullcontext() as append:
         for rows in messages.with_progress(groups(all_rows), f"embedding {source}", documents_in=len, unit="line"):
@@ -115,6 +113,7 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
             }
         )
     lost = {
+        f"nearest: a text is cut off after {limit:,} tokens": any(query.overflowing for query in queries),
         f"cut off: what is beyond {limit:,} tokens, in {totals['cut']:,} of {totals['lines']:,} lines": totals["cut"],
         f"{totals['unknown'] / totals['characters']:.1%} of the characters are unknown to the tokenizer: they are "
         f"[UNK]": totals["unknown"],
@@ -201,29 +200,21 @@ def vector_file(output: Path, size: int) -> Iterator[Callable[[Sequence[dict], n
     """
     with folders.new_file(output) as partial, contextlib.ExitStack() as stack:
         if output.suffix == ".npy":
-            header = {"descr": "<f4", "fortran_order": False, "shape": (0, size)}
-            with partial.open("wb") as file:
-                np.lib.format.write_array_header_1_0(file, header)
-                start = file.tell()
+            with partial.with_suffix(".numbers").open("wb") as file:  # in a folder that is deleted
                 yield lambda _, vectors: file.write(vectors.astype("<f4").data)
-                header["shape"] = ((file.tell() - start) // (4 * size), size)
-                file.seek(0)
-                np.lib.format.write_array_header_1_0(file, header)  # NumPy pads it: its length stays the same
+            np.save(partial, np.memmap(file.name, "<f4", "r").reshape(-1, size))  # the shape is known now
         else:
-            writer, schema = None, None
+            writer = None
 
             def append(cells, vectors):
-                nonlocal writer, schema
-                names = schema.names if schema else list(dict.fromkeys(name for row in cells for name in row))
+                nonlocal writer
+                names = writer.schema.names if writer else dict.fromkeys(name for row in cells for name in row)
                 columns = {name: [row.get(name) for row in cells] for name in names}
+                columns[VECTOR] = pa.FixedSizeListArray.from_arrays(vectors.ravel(), size)
                 what = f"{output}: a column holds values of several kinds"
                 with messages.explained(what, "make them one kind, or give --output FILE.npy", pa.ArrowException):
-                    table = pa.table(columns, schema=schema)
-                if writer is None:
-                    schema = table.schema
-                    with_vectors = schema.append(pa.field(VECTOR, pa.list_(pa.float32(), size)))
-                    writer = stack.enter_context(pq.ParquetWriter(partial, with_vectors, compression="zstd"))
-                lists = pa.FixedSizeListArray.from_arrays(vectors.ravel(), size)
-                writer.write_table(table.append_column(writer.schema.field(VECTOR), lists))
+                    table = pa.table(columns, schema=writer and writer.schema)
+                writer = writer or stack.enter_context(pq.ParquetWriter(partial, table.schema, compression="zstd"))
+                writer.write_table(table)
 
             yield append
