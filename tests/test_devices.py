@@ -43,6 +43,20 @@ def test_processes_that_do_not_see_each_other_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("asked", "has_gpu", "on_cpu"), [("true", True, True), ("no", True, False), ("no", False, True)]
+)
+def test_a_run_keeps_off_a_gpu_where_the_launcher_says_so(monkeypatch, asked, has_gpu, on_cpu):
+    given = []
+    monkeypatch.setenv("ACCELERATE_USE_CPU", asked)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(
+        devices, "PartialState", lambda **o: given.append(o["cpu"]) or SimpleNamespace(num_processes=1)
+    )
+    devices.start_processes()
+    assert given == [on_cpu]
+
+
+@pytest.mark.parametrize(
     ("kind", "version_2", "asked", "refusal"),
     [
         (DistributedType.FSDP, True, "false", None),

@@ -62,7 +62,8 @@ def start_processes() -> PartialState:
             for variable, name in UNSUPPORTED_ENGINES.items()
         }
     )
-    on_cpu = not (torch.cuda.is_available() or torch.backends.mps.is_available())
+    has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not has_gpu  # Accelerate reads the variable only later
     state = PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched != state.num_processes:
