@@ -24,6 +24,7 @@ from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.finetuning.config import FinetuneConfig
+from d2l_bert.training.log import check_trackers
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +198,11 @@ FROM_PYTHON = [  # a call, then what the error names
     (lambda: PretrainConfig(max_steps=1, mlm_probability="1.5").check(), "1.5"),
     (lambda: PretrainConfig(max_steps=1, mlm_probability="nan").check(), "nan"),
     (lambda: PretrainConfig(max_steps=1, mlm_probability="a lot").check(), "'a lot'"),
+    # Trackers that Accelerate alone would leave out without a message.
+    (lambda: check_trackers(["tensorbord"], ["tensorboard"]), "(tensorboard), got 'tensorbord'"),
+    (lambda: check_trackers(["tensorboard", "none"], ["tensorboard"]), "got 'none'"),
+    (lambda: check_trackers(["wandb"], ["tensorboard"]), "got 'wandb'; pip install wandb"),
+    (lambda: check_trackers(["tensorboard"], []), "none is), got 'tensorboard'; pip install tensorboard"),
     (lambda: publish("run", "me/x", PublishConfig(license="")), "license"),
     (lambda: load_tokenizer("no such name"), "no such name"),
 ]

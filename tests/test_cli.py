@@ -12,15 +12,8 @@ import pytest
 from conftest import SMALL
 
 from d2l_bert.__main__ import main, make_parser
-from d2l_bert.folders import locked_folder
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.recipes import architecture_options
-
-
-def test_an_output_folder_in_use_by_another_run_is_refused(fails, books, tmp_path):
-    with locked_folder(tmp_path / "out"):
-        line = fails("pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", "--max_steps=2", *SMALL)
-    assert "another run is writing there" in line and not (tmp_path / "out").exists()
 
 
 def test_a_failed_resume_overwrites_nothing(fails, books, trained, tmp_path):

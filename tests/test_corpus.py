@@ -343,19 +343,6 @@ def test_prose_looks_at_the_start_of_each_line(text, paragraphs):
     assert prose(text) == paragraphs
 
 
-@pytest.mark.slow
-def test_the_embedded_corpus_is_english_text_about_python_without_duplicates():
-    """
-    Reads the first 150 documents: the topics of the language reference and the beginning of the standard library.
-    """
-    documents = list(file_source("python-docs", max_documents=150).documents)
-    paragraphs = [paragraph for document in documents for paragraph in document.paragraphs]
-    assert len(documents) == 150 and len(set(paragraphs)) == len(paragraphs) > 500
-    assert not any(mark in paragraph for paragraph in paragraphs for mark in (">>>", "\n", "```"))
-    words = " ".join(paragraphs).lower().split()
-    assert words.count("the") > 0.03 * len(words) and words.count("object") > 100
-
-
 def test_two_processes_read_the_embedded_corpus_as_one_does(tmp_path, monkeypatch):
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("[ab]*.py"))
     (tmp_path / "bad.py").write_text('"""This file has a docstring, and does not parse."""\ndef (:\n')

@@ -28,12 +28,6 @@ def models(trained, books, tmp_path_factory):
     return save_models(trained, books, tmp_path_factory.mktemp("judged"))
 
 
-@pytest.fixture(scope="module")
-def other_books(tmp_path_factory):
-    """A text that no model was trained on."""
-    return write_books(tmp_path_factory.mktemp("other") / "others", count=3, seed=5)
-
-
 @pytest.fixture
 def evaluate(tmp_path):
     """Run the command; returns the content of its JSON file."""
@@ -47,10 +41,11 @@ def evaluate(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_figures_of_one(models, other_books, evaluate, tmp_path):
+def test_two_processes_give_the_figures_of_one(models, evaluate, tmp_path):
+    others = write_books(tmp_path / "others", count=3, seed=5)  # a text that no model was trained on
     pairs = write_pairs(tmp_path / "pairs")
     folders = [str(models[name]) for name in ("ours", "bert", "roberta")]
-    options = [f"--corpus={other_books}", "--pppl_sentences=9", f"--blimp={pairs}", "--batch_tokens=300"]
+    options = [f"--corpus={others}", "--pppl_sentences=9", f"--blimp={pairs}", "--batch_tokens=300"]
     alone = evaluate(*folders, *options)
     output, said = tmp_path / "two.json", tmp_path / "said.txt"
     ranks = start(["evaluate", *folders, *options, f"--output={output}"], processes=2, said=said)

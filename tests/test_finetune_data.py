@@ -296,13 +296,9 @@ def test_wrong_options_get_one_line(options, words, trained, fails):
         assert word in line
 
 
-@pytest.fixture
-def rows_file(tmp_path):
-    return f"--train_file={write_table(tmp_path / 'train.csv', rows_of(20, 0))}"
-
-
-def test_an_output_folder_with_other_things_is_kept(trained, rows_file, tmp_path, fails, folder):
-    command = ["finetune", trained, "--task=classification", rows_file, "--max_steps=1"]
+def test_an_output_folder_with_other_things_is_kept(trained, tmp_path, fails, folder):
+    rows = write_table(tmp_path / "train.csv", rows_of(20, 0))
+    command = ["finetune", trained, "--task=classification", f"--train_file={rows}", "--max_steps=1"]
     other = tmp_path / "thesis"
     other.mkdir()
     (other / "thesis.txt").write_text("precious")

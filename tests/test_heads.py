@@ -14,12 +14,10 @@ from small_models import every_head, make_rows, of_head, stacked
 from transformers import (
     AutoConfig,
     AutoModel,
-    AutoTokenizer,
     BertConfig,
     Trainer,
     TrainerCallback,
     TrainingArguments,
-    pipeline,
 )
 
 import d2l_bert
@@ -191,23 +189,6 @@ def test_a_step_without_pair_labels_trains_on_its_masked_tokens(tmp_path):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pipelines: our next-sentence-prediction, and Transformers' own
-
-
-def test_stock_pipelines_take_our_heads(trained):
-    """Beside those of tests/promises."""
-    text, tokenizer = "Anna walked to the garden.", AutoTokenizer.from_pretrained(trained)
-    states = pipeline("feature-extraction", model=str(trained))(text, return_tensors=True)
-    model = d2l_bert.D2lBertModel.from_pretrained(trained).eval()
-    with torch.no_grad():
-        torch.testing.assert_close(states, model(**tokenizer(text, return_tensors="pt")).last_hidden_state)
-    model = d2l_bert.D2lBertForTokenClassification.from_pretrained(
-        trained, id2label={0: "good", 1: "bad", 2: "odd"}, label2id={"good": 0, "bad": 1, "odd": 2}
-    )
-    answer = pipeline("token-classification", model=model, tokenizer=tokenizer)(text)[0]
-    with torch.no_grad():
-        shares = model.eval()(**tokenizer(text, return_tensors="pt")).logits.softmax(-1)[0, 1]
-    assert answer["entity"] == model.config.id2label[int(shares.argmax())]
-    assert answer["score"] == pytest.approx(shares.max().item(), rel=1e-4)
 
 
 def test_two_texts_are_answered_in_the_labels_of_what_the_model_was_trained_to_tell(trained, tmp_path, capsys):

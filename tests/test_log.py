@@ -235,21 +235,9 @@ def test_tensorboard_holds_the_numbers_of_the_log_and_resumed_steps_only_once(st
     assert found == expected
 
 
-def test_trackers_that_are_unknown_or_not_installed_are_refused_with_the_command_that_installs_them():
-    """Accelerate alone would leave them out without a message."""
+def test_trackers_that_are_installed_are_taken():
     assert log.check_trackers([], ["tensorboard"]) is log.check_trackers(["none"], ["tensorboard"]) is None
     assert log.check_trackers(["tensorboard"], ["tensorboard"]) == ["tensorboard"]
-    for names, way_out in (
-        (["tensorbord"], ""),
-        (["tensorboard", "none"], ""),
-        (["wandb"], "; pip install wandb"),
-        (["comet_ml"], "; pip install comet_ml"),
-    ):
-        refusal = rf"report_to takes none, or .*\(tensorboard\), got '{names[-1]}'{way_out}$"
-        with pytest.raises(UserError, match=refusal):
-            log.check_trackers(names, ["tensorboard"])
-    with pytest.raises(UserError, match=r"none is\), got 'tensorboard'; pip install tensorboard$"):
-        log.check_trackers(["tensorboard"], [])
 
 
 def test_a_failing_tracker_is_reported_and_all_others_continue(caplog):
@@ -290,16 +278,6 @@ def test_the_arithmetic_of_a_step_without_padding_is_what_pytorch_counts(with_pa
     with FlopCounterMode(display=False) as counter:
         model(**batch, skip_logits=False).loss.backward()
     assert training_arithmetic(config, COUNTS, pair_task=with_pairs) == counter.get_total_flops()
-
-
-def test_without_attention_and_heads_bert_base_takes_six_operations_per_weight_and_token():
-    """Kaplan et al. (2020), equation 2.2: 6 N operations per token, where N excludes the embeddings.
-
-    No output is read here, so the last block computes only keys and values: 2 of its 12 H^2 weights.
-    """
-    config = D2lBertConfig(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072)
-    nothing = SimpleNamespace(tokens=1, squared_lengths=0, masked_tokens=0, examples=0)
-    assert training_arithmetic(config, nothing, pair_task=True) == 6 * (11 * 12 + 2) * 768**2
 
 
 def test_the_measured_peak_is_plausible_and_leaves_the_random_number_generators_unchanged():

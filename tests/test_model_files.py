@@ -3,7 +3,6 @@
 import ast
 import math
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -99,17 +98,11 @@ ODD_NAMES = [
 ]
 
 
-@pytest.fixture
-def oddly_named(tmp_path):
-    """A model, and a folder of it for each of the names."""
+def test_the_code_of_folders_with_odd_names_trains_in_one_process(tmp_path):
+    """Transformers names a module of code after its folder. Each module is imported twice."""
     model = in_training(dropout=0.3)
     save_model(model, tmp_path / "plain")
-    return model, [shutil.copytree(tmp_path / "plain", tmp_path / name) for name in ODD_NAMES]
-
-
-def test_the_code_of_folders_with_odd_names_trains_in_one_process(oddly_named):
-    """Transformers names a module of code after its folder. Each module is imported twice."""
-    model, folders = oddly_named
+    folders = [shutil.copytree(tmp_path / "plain", tmp_path / name) for name in ODD_NAMES]
     name, models = "modeling_d2l_bert.D2lBertForPreTraining", [model]
     for folder in folders:
         for _ in range(2):
@@ -124,42 +117,8 @@ def test_the_code_of_folders_with_odd_names_trains_in_one_process(oddly_named):
         assert_same(copied, found[0], rtol=0, atol=0)
 
 
-LOAD = """
-import sys, transformers
-folders = sys.argv[1:]
-classes = [type(transformers.AutoModel.from_pretrained(f, trust_remote_code=True)) for f in folders + folders]
-assert len({c.__module__ for c in classes}) == len(folders) and "d2l_bert" not in sys.modules
-"""
-
-
-@pytest.mark.slow
-def test_folders_with_odd_names_load_without_our_package(oddly_named):
-    subprocess.run([sys.executable, "-c", LOAD, *map(str, oddly_named[1])], check=True, timeout=120)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The configuration: its defaults, its files, and the values and arguments that are refused
-
-
-def test_the_default_configuration_is_the_books_small_bert():
-    config = D2lBertConfig()
-    sizes = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
-    assert [getattr(config, name) for name in sizes] == [20256, 2, 128, 2, 256]
-    assert (config.hidden_dropout_prob, config.attention_probs_dropout_prob) == (0.2, 0.2)
-    assert (config.max_position_embeddings, config.type_vocab_size) == (512, 2)
-    assert (config.hidden_act, config.embedding_layer_norm, config.tie_word_embeddings) == ("relu", False, False)
-    assert (config.layer_norm_eps, config.initializer_range, config.pad_token_id) == (1e-5, 0.02, 0)
-
-
-@every_setting
-def test_a_configuration_is_the_same_after_saving_and_loading(setting, tmp_path):
-    of_transformers = {"num_labels": 3, "output_hidden_states": True, "architectures": ["D2lBertForMaskedLM"]}
-    config = make_config(setting, initializer_range=0.3, type_vocab_size=3, **of_transformers)
-    config.save_pretrained(tmp_path)
-    loaded = D2lBertConfig.from_pretrained(tmp_path)
-    assert loaded.to_diff_dict() == config.to_diff_dict()
-    assert loaded.initializer_range == 0.3 and loaded.type_vocab_size == loaded.num_labels == 3
-    assert loaded.output_hidden_states
 
 
 @pytest.mark.parametrize(

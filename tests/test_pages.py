@@ -9,11 +9,11 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from urllib.parse import urlsplit
 
 import pytest
+from promises.driving import wait_for
 from test_export import INT8, NODE_MODULES, PROMPT, export, run_onnx
 from transformers import AutoTokenizer, pipeline
 
@@ -53,15 +53,6 @@ def hosts(driver) -> set[str]:
     requests = [each["params"] for each in messages if each["method"] == "Network.requestWillBeSent"]
     addresses = [urlsplit(each["request"]["url"]) for each in requests]
     return {address.hostname for address in addresses if address.scheme not in ("data", "blob")}
-
-
-def wait_for(condition, seconds=60):
-    """The first true value of `condition()`."""
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end, "nothing came"
-        time.sleep(0.05)
-    return value
 
 
 MARKUP = "<img src=x onerror=\"document.title='run'\"> [MASK]"
@@ -114,11 +105,11 @@ def test_the_page_without_a_server_predicts_as_python_does(page):
         def predict(text):
             driver.execute_script("document.getElementById('text').value = arguments[0]", text)
             driver.find_element("id", "go").click()
-            wait_for(lambda: texts_of(driver, ".token") or texts_of(driver, "#message")[0])
+            wait_for(lambda: texts_of(driver, ".token") or texts_of(driver, "#message")[0], [])
             return texts_of(driver, ".token"), texts_of(driver, "#message")[0]
 
         driver.get(address)
-        wait_for(lambda: driver.find_element("id", "go").is_enabled())
+        wait_for(lambda: driver.find_element("id", "go").is_enabled(), [])
         found, message = predict(PROMPT)
         assert found[0] == tokenizer.decode(best.indices[:1]) and not message
         shares = [float(share.rstrip(" %")) / 100 for share in texts_of(driver, ".share")]
@@ -138,7 +129,7 @@ def test_a_page_whose_model_is_not_there_says_so(page):
     (folder.parent / "page/model").rename(folder.parent / "moved")
     with chromium() as driver:
         driver.get(address)
-        wait_for(lambda: "cannot be loaded" in texts_of(driver, "#message")[0])
+        wait_for(lambda: "cannot be loaded" in texts_of(driver, "#message")[0], [])
         assert not driver.find_element("id", "go").is_enabled()
     (folder.parent / "moved").rename(folder.parent / "page/model")
 
@@ -156,13 +147,12 @@ def demo(trained):
     address = f"http://127.0.0.1:{port}/"
 
     def answers():
-        assert process.poll() is None
         try:
             return urllib.request.urlopen(address, timeout=5).status == 200
         except OSError:
             return False
 
-    wait_for(answers, 120)
+    wait_for(answers, [process])
     yield address
     process.terminate()
     process.wait(30)
@@ -188,22 +178,24 @@ def test_the_page_of_demo_predicts_as_python_does(demo, trained):
             return [each for each in driver.find_elements("css selector", selector) if each.is_displayed()]
 
         driver.get(demo)
-        wait_for(lambda: [each for each in driver.find_elements("tag name", "button") if each.text == "Show"])
+        wait_for(lambda: [each for each in driver.find_elements("tag name", "button") if each.text == "Show"], [])
         tab("Fill masks", PROMPT)
-        wait_for(lambda: shown("pre"))
+        wait_for(lambda: shown("pre"), [])
         found = [line.split()[:2] for line in shown("pre")[0].text.splitlines()]
         assert [token for _, token in found] == [token for token, _ in expected]
         shares = [float(share.rstrip("%")) / 100 for share, _ in found]
         assert shares == pytest.approx([share for _, share in expected], abs=0.001)
         for text, reason in (("Anna walked.", "[MASK]"), (LONG, "tokens"), ("<b>bold</b>", "<b>bold</b>")):
             tab("Fill masks", text)
-            wait_for(lambda reason=reason: [each for each in shown("[data-testid=toast-body]") if reason in each.text])
+            wait_for(
+                lambda reason=reason: [each for each in shown("[data-testid=toast-body]") if reason in each.text], []
+            )
         tab("Fill masks", MARKUP)
-        wait_for(lambda: [each for each in shown("pre") if len(each.text.splitlines()) == 5])
+        wait_for(lambda: [each for each in shown("pre") if len(each.text.splitlines()) == 5], [])
         tab("Two texts")
-        wait_for(lambda: [each for each in shown("pre") if "IsNext" in each.text and "NotNext" in each.text])
+        wait_for(lambda: [each for each in shown("pre") if "IsNext" in each.text and "NotNext" in each.text], [])
         tab("Attention")
-        wait_for(lambda: shown(".matplotlib img"))
+        wait_for(lambda: shown(".matplotlib img"), [])
         tab("A word in two contexts", "walked", "Anna walked home.", "Hugo walked to the garden.")
-        wait_for(lambda: [each for each in shown("pre") if "layer 1" in each.text])
+        wait_for(lambda: [each for each in shown("pre") if "layer 1" in each.text], [])
         assert driver.title != "run" and hosts(driver) == {"127.0.0.1"}

@@ -2,7 +2,6 @@
 
 import json
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -29,15 +28,6 @@ from d2l_bert.training.recipes import RECIPES
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 RUN = [*SMALL, "--mixed_precision=no", "--license=mit"]
-
-
-def test_the_moving_average_is_published_and_a_checkpoint_has_it_beside_the_weights(books, tmp_path):
-    run(books, tmp_path, "--ema_decay=0.5", "--max_steps=3", "--mixed_precision=no")
-    names = ("model.safetensors", "checkpoint-3/average.safetensors", "checkpoint-3/model.safetensors")
-    published, average, weights = (load_file(tmp_path / name) for name in names)
-    assert published.keys() == average.keys() == weights.keys()
-    assert all(torch.equal(published[name], average[name]) for name in average)
-    assert not any(torch.equal(published[name], weights[name]) for name in weights)
 
 
 @pytest.mark.parametrize("recipe", ["tiny", pytest.param("mini", marks=pytest.mark.slow)])
@@ -219,16 +209,6 @@ def test_a_run_whose_encoder_has_collapsed_says_so_at_its_end_and_on_its_card(
 
 
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules after import:RuntimeWarning")
-def test_the_module_runs_the_command(books, tmp_path, monkeypatch):
-    """`python -m d2l_bert.training.pretrain ...`, in this process; Accelerate launches the file below."""
-    words = ["--corpus", str(books), "--output_dir", str(tmp_path / "out"), *RUN, "--max_steps=2"]
-    monkeypatch.setattr(sys, "argv", ["pretrain.py", *words])
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_module("d2l_bert.training.pretrain", run_name="__main__", alter_sys=True)
-    assert read_json(tmp_path / "out" / "run_config.json")["run"]["max_steps"] == 2
 
 
 @pytest.mark.slow

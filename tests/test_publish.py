@@ -279,6 +279,7 @@ BROKEN = {
     ),
     "a loss that is no number": (lambda f: change_json(f / "metrics.json", eval_mlm_loss="low"), "metrics.json"),
     "endless brackets": (lambda f: (f / "metrics.json").write_text("[" * 100_000), "metrics.json: cannot be read"),
+    "figures in a list": (lambda f: (f / "metrics.json").write_text("[1]"), "it holds no JSON object"),
     "a damaged record": (lambda f: cut(f / "run_config.json", 0.5), "run_config.json: cannot be read"),
     "full paths in the record": (
         lambda f: change_json(f / "run_config.json", local_paths={str(Path.home() / "texts"): {"name": "texts"}}),

@@ -198,10 +198,6 @@ def test_the_command_of_a_run_trains_the_same_bytes_again(trained, books, tmp_pa
 # ---------------------------------------------------------------------------------------------------------------------
 # The learning rate
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The learning rate
-
 RATES = ["linear", "cosine", "constant_with_warmup", "warmup_stable_decay"]
 
 
@@ -232,8 +228,6 @@ def test_a_constant_rate_has_no_warm_up():
     run = recipes.override_options(run, {"lr_scheduler_type": "constant"})
     run.check()
     assert {learning_rate(run, step) for step in range(1, run.max_steps + 1)} == {run.learning_rate}
-    with pytest.raises(UserError, match="warm-up"):
-        recipes.override_options(run, {"lr_scheduler_type": "constant", "warmup_ratio": 0.1}).check()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

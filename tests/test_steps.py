@@ -5,7 +5,6 @@ import threading
 
 import pytest
 import torch
-from promises.driving import whole_ids
 
 from d2l_bert.tokenization import prepare
 from d2l_bert.training.config import PretrainConfig
@@ -191,19 +190,3 @@ def test_a_gpu_gets_no_attention_mask_where_no_token_is_padding_or_rows_are_pack
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Batches
-
-
-def test_a_batch_equals_one_built_by_hand(text):
-    """Of [CLS] A [SEP] B [SEP], padded with zeros."""
-    stage = make_steps(text).stages[1]
-    rows, _ = stage.pairs.take(START, 8)
-    batch = stage.make_batch(rows)
-    begin, end = text.tokenizer.cls_token_id, text.tokenizer.sep_token_id
-    made = [whole_ids(batch), batch["token_type_ids"], batch["attention_mask"]]
-    for pair, *found in zip(rows, *(tensor.tolist() for tensor in made), strict=True):
-        a, b = (text.train.ids[pair[f"{side}_start"] : pair[f"{side}_end"]].tolist() for side in "ab")
-        padding = [0] * (len(found[0]) - len(a) - len(b) - 3)
-        segments = [0] * (len(a) + 2) + [1] * (len(b) + 1)
-        assert found == [[begin, *a, end, *b, end] + padding, segments + padding, [1] * len(segments) + padding]
-    assert batch["next_sentence_label"].tolist() == rows["next_sentence_label"].tolist()
-    assert text.tokenizer.pad_token_id == 0

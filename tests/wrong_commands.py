@@ -33,6 +33,7 @@ AT_ONCE = [
     ("pretrain --max_grad_norm 0", "max_grad_norm"),
     ("pretrain --hidden_dropout_prob 1", "hidden_dropout_prob"),
     ("pretrain --report_to paper", "report_to"),
+    ("pretrain --lr_scheduler_type constant --warmup_ratio 0.1", "warm-up"),
     ("pretrain --license nolicence", "nolicence"),
     ("pretrain --attn_implementation flex_attention", "flex_attention"),
     ("fill-mask run 'a [MASK]' --top_k 0", "--top_k"),
@@ -48,7 +49,9 @@ AT_ONCE = [
     (f"pretrain --source_weights {'9' * 400}", "source_weights"),
     ("pretrain --length_schedule 32:nan", "length_schedule"),
     ("pretrain --save_words 1.5M", "save_words"),
-    ("pretrain --save_words 2M 1M", "save_words"),
+    ("pretrain --save_words 2M 1M", "1M must be more than the 2M"),
+    ("pretrain --save_words 1M 1_000_000", "1_000_000 must be more than the 1M"),
+    ("pretrain --save_words 1k 1K", "1K must be more than the 1k"),
     ("pretrain --mask_replace_prob 0.9 --random_replace_prob 0.2", "mask_replace_prob"),
     ("pretrain --num_attention_heads 3", "num_attention_heads"),
     # Options that contradict each other, or that the command does not have.
