@@ -1,4 +1,4 @@
-"""Pictures: training_curves.png, the losses and accuracies of a run; and panels with curves for others."""
+"""Pictures: training_curves.png, the losses and accuracies of a run; and panels with curves over its steps."""
 
 import math
 from pathlib import Path

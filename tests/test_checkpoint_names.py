@@ -1,4 +1,4 @@
-"""Checkpoints and models by words seen: which are kept, what a renamed one is, what a signal leaves."""
+"""Checkpoints, and models saved by words seen: which are kept, renamed ones, and what a stopped run leaves."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Processes and devices: refused settings, what a run chooses, and what it leaves as it was in its host."""
+"""Processes and devices: refused settings, a run's defaults, and settings of the calling program, which are kept."""
 
 import contextlib
 import copy

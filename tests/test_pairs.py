@@ -63,7 +63,7 @@ def lengths_of(pairs):
 
 
 def assert_balanced(labels, tosses=None):
-    """Assert that half of some labels are 1, within four standard errors of as many coin tosses."""
+    """Assert that half of the labels are 1, up to four standard errors."""
     assert abs(labels.mean() - 0.5) < 4 * 0.5 / np.sqrt(tosses or len(labels))
 
 

@@ -214,7 +214,7 @@ def predict_command(arguments) -> None:
     texts have the names of the training, or a text file with a text in each line. The output has the columns of FILE,
     the predictions and their probabilities. Labels in FILE are not read.
     """
-    from d2l_bert.training.finetuning.run import predict
+    from d2l_bert.training.finetuning.predict import predict
 
     print(predict(arguments.model, arguments.file, options_of(arguments)))
 

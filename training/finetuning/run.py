@@ -1,15 +1,10 @@
-"""`finetune`: checks options and rows, trains one model for each rate and seed, leaves the best with its figures.
-
-`predict`: a model that `finetune` has left on new rows; predictions and probabilities beside the rows' own columns.
-"""
+"""`finetune`: checks options and rows, trains one model for each rate and seed, leaves the best with its figures."""
 
 import contextlib
-import dataclasses
 import itertools
 import logging
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -19,12 +14,11 @@ from accelerate.utils import parse_flag_from_env
 from d2l_bert import folders, messages
 from d2l_bert.model_cards import publish, push
 from d2l_bert.model_cards.config import PublishConfig
-from d2l_bert.modeling import conversion, loading
-from d2l_bert.tokenization.sources import STDIN
+from d2l_bert.modeling import conversion
 from d2l_bert.training import devices, log, run_folder
 from d2l_bert.training.checkpoint import checkpoints
 from d2l_bert.training.finetuning import metrics, output, splits, trainer
-from d2l_bert.training.finetuning.config import FinetuneConfig, PredictConfig
+from d2l_bert.training.finetuning.config import FinetuneConfig
 
 
 logger = logging.getLogger(__name__)
@@ -263,56 +257,3 @@ def _keep(folder, model, result):
     for checkpoint in checkpoints(folder):
         shutil.rmtree(checkpoint)
     return folders.read_json(folder / RESULT_FILE)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# New rows
-
-
-def predict(name: str, file: str, config: PredictConfig) -> str:
-    """
-    Predict the labels of rows by a model that `finetune` has left, and write them beside the rows.
-
-    Args:
-        name: the model, a folder or an id on the Hub.
-        file: a table as in `splits.read_file`; a text file with a text in each line; or `-` for the standard input,
-            which holds a text or an object of JSON in each line. Labels that it has are not read.
-
-    Returns:
-        A message: how many rows, and where they are.
-
-    Raises:
-        UserError: the model was not fine-tuned by this package, the file or one of its rows cannot be read, or the
-            output cannot be written. No file is left.
-    """
-    config.check()
-    record, target = loading.read_record(name), Path(config.output)
-    messages.refuse_first(
-        {
-            f"{name}: no run_config.json of d2l-bert finetune says what it predicts; give a model that was fine-tuned "
-            f"with it": "learnt" not in record
-        }
-    )
-    known = FinetuneConfig(**record["finetune"])
-    given = {option: value for option, value in vars(config).items() if value and hasattr(known, option)}
-    task = trainer.CLASSES[known.task_type](dataclasses.replace(known, model=name, **given))
-    vars(task).update(record["learnt"])
-    with tempfile.TemporaryDirectory() as scratch:
-        if file == STDIN:
-            file = str(Path(scratch, "standard input"))
-            Path(file).write_bytes(sys.stdin.buffer.read())
-        text_column = task.config.text_column or task.usual_columns.get("text_column", ("text",))[0]
-        split = splits.read_file(file, "FILE", config.separator, text_column)
-        task.find_columns(split)
-        task.check_columns(split, has_labels=False)
-        task.columns["label_column"], task.label = [None], None  # no row has such a column: labels are not read
-        split.rows = splits.usable(split, task.read)
-        model, tokenizer, _ = loading.load_pretrained(getattr(transformers, task.auto_class), name)
-        task.features(split, tokenizer, record["max_seq_length"])
-        with folders.new_file(target) as partial:
-            with devices.restore_host_settings():
-                arguments = trainer.make_arguments(task, Path(scratch), rate=1.0, seed=0, processes=1)
-                # As they are: a finished model predicts in the units of the labels.
-                outputs = trainer.predict(task, model, arguments, tokenizer, split).predictions
-            output.write_table(partial, split, task.predictions(split, outputs), config.excel)
-    return f"{target}: predictions for {messages.counted(len(split.rows), 'row')}"
