@@ -370,8 +370,8 @@ What it learnt, on {metrics[f"eval_{units}"]:,} held-out {units} with {metrics["
   trained in {metrics["train_seconds"]:.0f} s at \
 {metrics[f"train_{units}_per_second"]:,.0f} {units}/s, \
 {metrics["train_tokens_per_second"]:,.0f} tokens/s, {metrics["train_mfu"]:.1%} of the peak (MFU); \
-{metrics["train_padding_share"]:.1%} of the tokens computed were padding; {metrics["train_skipped_steps"]:,} steps were \
-skipped, as they were not finite
+{metrics["train_padding_share"]:.1%} of the tokens computed were padding; {metrics["train_skipped_steps"]:,} steps \
+were skipped, as they were not finite
 
 A held-out {units[:-1]}, masked tokens in brackets:
 {example}
