@@ -5,11 +5,11 @@ What pretraining gains where few rows have labels: a model, the same architectur
 
 DIR has a folder for each data set of `--sets`: `ewt-pos` and `icelandic` with train.jsonl, validation.jsonl and
 test.jsonl (columns tokens and tags), `trec` with train.csv and test.csv (columns text and label), `molecules` with
-JSONL of the same columns. For each number of labelled rows, each seed draws its own rows. All three choose on the same
-validation rows, the models between the rates and the baseline among strengths of its regularisation; where there is no
-validation file, a tenth of the training rows is set aside first. The baseline is scikit-learn's logistic regression:
-for tags on the word, its ends and its neighbours, for classes on TF-IDF of words and pairs of words, for molecules on
-TF-IDF of up to five characters in a row.
+JSONL of the same columns. For each number of labelled rows, each seed draws its own rows (`draw`). All three choose on
+the same validation rows, the models between the rates and the baseline among strengths of its regularisation; where
+there is no validation file, a tenth of the training rows is set aside first. The baseline is scikit-learn's logistic
+regression: for tags on the word, its ends and its neighbours, for classes on TF-IDF of words and pairs of words, for
+molecules on TF-IDF of up to five characters in a row.
 
 A program that was stopped goes on with the runs that are missing. The picture stands beside the JSON file.
 """
@@ -90,11 +90,28 @@ def word_features(tokens: list[str], place: int) -> dict:
 
 
 def inputs_and_labels(rows, task):
+    labels = [label for row in rows for label in labels_of(row, task)]
     if task == "text-classification":
-        return [row["text"] for row in rows], [row["label"] for row in rows]
-    places = [(row, place) for row in rows for place in range(len(row["tokens"]))]
-    inputs = [word_features(row["tokens"], place) for row, place in places]
-    return inputs, [row["tags"][place] for row, place in places]
+        return [row["text"] for row in rows], labels
+    return [word_features(row["tokens"], place) for row in rows for place in range(len(row["tokens"]))], labels
+
+
+def draw(rows: dict[str, list[dict]], task: str, count: int, seed: int) -> list[dict]:
+    """
+    Some training rows, at random, with each label of the other rows: `finetune` refuses rows to measure on with a
+    label that no training row has.
+    """
+    order = np.random.default_rng(seed).permutation(len(rows["train"])).tolist()
+    missing = {label for name in ("validation", "test") for row in rows[name] for label in labels_of(row, task)}
+    first, others = [], []
+    for row in [rows["train"][number] for number in order]:
+        (first if missing.intersection(labels_of(row, task)) else others).append(row)
+        missing -= {*labels_of(row, task)}
+    return [*first, *others][:count]
+
+
+def labels_of(row: dict, task: str) -> list[str]:
+    return [row["label"]] if task == "text-classification" else row["tags"]
 
 
 def baseline(rows: dict, train: list[dict], task: str, counted: dict) -> float:
@@ -141,8 +158,7 @@ def measure(given, name: str) -> dict[str, dict[int, list[float]]]:
     found = {side: {} for side in (*SIDES, BASELINE)}
     for count in counts:
         for seed in range(1, given.num_seeds + 1):
-            chosen = np.random.default_rng(seed).permutation(len(rows["train"]))[:count]
-            train = [rows["train"][number] for number in chosen.tolist()]
+            train = draw(rows, task, count, seed)
             place = given.work_dir / "rows" / f"{name}-{count}-{seed}"
             files = {"train": write(train, place / "train.jsonl")}
             files |= {split: write(rows[split], place / f"{split}.jsonl") for split in ("validation", "test")}

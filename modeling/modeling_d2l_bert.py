@@ -113,7 +113,7 @@ class Dropout(nn.Dropout):
 
 
 class D2lBertEmbeddings(nn.Module):
-    """The sum of token, segment and position embeddings (section 15.8.3)."""
+    """The sum of token, segment and position embeddings (section 15.8.4)."""
 
     def __init__(self, config):
         super().__init__()
@@ -312,7 +312,7 @@ class D2lBertEncoder(nn.Module):
 
 
 class D2lBertPooler(nn.Module):
-    """tanh(W_c h): the hidden layer that the book puts between [CLS] and next sentence prediction (15.8.5.2)."""
+    """tanh(W_c h): the hidden layer that the book puts between [CLS] and next sentence prediction (15.8.6)."""
 
     def __init__(self, config):
         super().__init__()

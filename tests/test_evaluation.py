@@ -251,6 +251,7 @@ def test_runs_of_several_seeds_are_one_row_with_mean_and_deviation(books, tmp_pa
     first, second = csv.DictReader((tmp_path / "runs.csv").open(newline=""))
     assert (first["runs"], first["seeds"], second["runs"], second["seeds"]) == ("nsp", "3", "mlm", "1")
     models = json.loads((tmp_path / "all.json").read_text())["models"]
+    assert models[3]["parameters"] == AutoModelForMaskedLM.from_pretrained(folders[3]).num_parameters()
     for column, name in {"MLM loss": "mlm_loss", "NSP accuracy": "nsp_accuracy"}.items():
         values = [model["text"][name] for model in models[:3]]
         assert float(first[column]) == pytest.approx(statistics.fmean(values))

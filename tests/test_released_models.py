@@ -151,6 +151,12 @@ device = "cpu"
 threads = 1
 seed = 3
 
+[comparison]  # the card has its table before the model is fine-tuned, too
+columns = ["places"]
+figures = [["finetune/places/test_accuracy", "%"]]
+models = [["another", "1M", "1M", "50.0 %"]]
+note = "The other is of the tests, too."
+
 [deviations]
 source = "two models of seeds 4 and 5"
 eval_mlm_loss = 0.1

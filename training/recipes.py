@@ -48,7 +48,7 @@ SENTENCES = {
 def d2l() -> tuple[D2lBertConfig, PretrainConfig]:
     """The book's small BERT on pairs of sentences of 64 tokens (section 15.10), with settings under which it learns.
 
-    Architecture, pairs, masks and loss are the book's; docs/d2l.md has what else differs, edition by edition.
+    Architecture and losses are the book's; docs/d2l.md has what differs in pairs, masks and run, edition by edition.
     """
     run = PretrainConfig(
         recipe="d2l",

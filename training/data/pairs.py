@@ -61,10 +61,10 @@ def lay_out(
     Both go on from one paragraph of a document to the next. A sentence that is left over at the beginning or the end
     of a document joins the nearest segment. The only sentence of a document becomes a segment without a B and a label.
 
-    With `nsp`, half of the pairs then exchange their Bs with one another (`_exchange`). The book and the original BERT
-    take such Bs from random places in other documents instead. That tells the labels by one segment alone, such as a
-    heading that is never a true B, or by the lengths. Here the As of both labels come from the same places and have
-    the same lengths, and so do the Bs.
+    With `nsp`, half of the pairs then exchange their Bs with one another (`_exchange`). The original BERT takes such
+    Bs from random places in other documents instead, the book from any paragraph. That tells the labels by one segment
+    alone, such as an opening sentence that is never a true B, or by the lengths. Here the As of both labels come from
+    the same places and have the same lengths, and so do the Bs.
 
     With `sop`, A and B are swapped in half of the pairs.
 

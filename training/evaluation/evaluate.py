@@ -104,7 +104,7 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         figures = {
             "model": model.name,
             "class": type(model.model).__name__,
-            "parameters": model.model.num_parameters(),
+            "parameters": model.size,
         }
         if read:
             with devices.together():

@@ -51,6 +51,8 @@ class MaskedModel(torch.nn.Module):
         has_both = config.model_type in TYPES_WITH_PAIR_HEAD
         auto_class = AutoModelForPreTraining if has_both else AutoModelForMaskedLM
         self.model, self.tokenizer, missing = loading.load_pretrained(auto_class, name, PAIR_HEAD.search)
+        # Without a head that the checkpoint lacks.
+        self.size = sum(weight.numel() for name, weight in self.model.named_parameters() if name not in missing)
         self.eval()  # of this module, too: what restores a module's mode would else turn dropout on
         refuse_first(
             {
