@@ -104,7 +104,7 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         figures = {
             "model": model.name,
             "class": type(model.model).__name__,
-            "parameters": model.size,
+            "parameters": model.parameter_count,
         }
         if read:
             with devices.together():

@@ -32,8 +32,8 @@ class MaskedModel(torch.nn.Module):
     the MLM head at the masked positions only; a stock model everywhere.
 
     `record` is the content of the model's `run_config.json`, empty if it has none; `task` the task of the head for
-    pairs, or None; `most_positions` the length of the longest input; `backend` the tokenizer for single sentences, in
-    which a "[MASK]" is text.
+    pairs, or None; `most_positions` the length of the longest input; `parameter_count` is without a head that the
+    checkpoint lacks; `backend` the tokenizer for single sentences, in which a "[MASK]" is text.
 
     Args:
         name: a folder or an id on the Hub.
@@ -51,8 +51,8 @@ class MaskedModel(torch.nn.Module):
         has_both = config.model_type in TYPES_WITH_PAIR_HEAD
         auto_class = AutoModelForPreTraining if has_both else AutoModelForMaskedLM
         self.model, self.tokenizer, missing = loading.load_pretrained(auto_class, name, PAIR_HEAD.search)
-        # Without a head that the checkpoint lacks.
-        self.size = sum(weight.numel() for name, weight in self.model.named_parameters() if name not in missing)
+        named = self.model.named_parameters()
+        self.parameter_count = sum(weight.numel() for name, weight in named if name not in missing)
         self.eval()  # of this module, too: what restores a module's mode would else turn dropout on
         refuse_first(
             {
