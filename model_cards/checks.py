@@ -189,11 +189,6 @@ def check_card(folder: Path, license: str | None = None) -> None:
     with explained(folder / cards.CARD_FILE, "", UserError):
         for each in card.data.license if isinstance(card.data.license, list) else [card.data.license]:
             check_license(str(each))
-    check_paths(folder)
-
-
-def check_paths(folder: Path) -> None:
-    """Refuse a text file that names the folder, or any home folder."""
     here = [str(path) for path in (folder.resolve(), folder.absolute(), Path.home()) if len(path.parts) > 1]
     here += [json.dumps(path)[1:-1] for path in here]  # escaped as in JSON
     paths = re.compile(rf"(?<![\w.~-])(?:{'|'.join(map(re.escape, here))}|{HOMES})(?![\w-])")

@@ -1,8 +1,9 @@
-"""Sends a finished model folder to the Hub: checks it, sends its files in one commit, tags the commit."""
+"""Sends a model folder to the Hub: checks it, sends its files in one commit with a tag; sends what a run leaves."""
 
 import contextlib
 import hashlib
 import re
+import shlex
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from importlib.metadata import version
@@ -188,3 +189,50 @@ def hub_errors(repo_id: str, again: str = AGAIN) -> Iterator[None]:
             again = "log in with `hf auth login`, or set HF_TOKEN: no token, or not the right one"
         said = " ".join(said.split())
         raise UserError(f"{repo_id}: {constants.ENDPOINT} refuses, or cannot be reached ({said}); {again}") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# At the end of a run
+
+
+def check_push(repo_id: str, license: str | None, dry_run: bool) -> None:
+    """
+    Check at the start of a run that the model can be published at the end: name, licence, token, right to write.
+
+    To check the right to write, the repository is created now, except on a dry run. The repository is private until
+    `publish_run` has sent the finished model.
+
+    Args:
+        license: the licence for the model's card.
+
+    Raises:
+        UserError: the model could not be published.
+    """
+    check_repo_id(repo_id)
+    if license is None:
+        raise UserError("push_to_hub: a model of this text needs a licence; give --license, such as apache-2.0")
+    with hub_errors(repo_id, again="try again when it can, or leave push_to_hub out"):
+        HfApi().whoami()
+        if not dry_run:
+            HfApi().create_repo(repo_id, private=True, exist_ok=True)
+
+
+def publish_run(folder: Path, repo_id: str, public: bool) -> str:
+    """
+    Publish what a run leaves: each model that it has saved by words seen on the branch of its name, then the model.
+
+    Args:
+        folder: the run's folder.
+        public: whether the repository becomes public.
+
+    Returns:
+        The message of `publish`.
+
+    Raises:
+        UserError: a model cannot be sent; the folder is complete all the same.
+    """
+    command = ["d2l-bert", "publish", str(folder), repo_id, *(["--public"] if public else [])]
+    with explained(f"the model is complete in {folder}, and {shlex.join(command)} sends it", "", UserError):
+        for saved in sorted(folder.glob("chck_*")):
+            publish(saved, repo_id, PublishConfig(revision=saved.name))
+        return publish(folder, repo_id, PublishConfig(public=public))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from d2l_bert.options import OUTPUT, TEXT, Options, option
+from d2l_bert.options import OUTPUT, Options, option
 
 
 # For each task the class without the prefix D2lBert.
@@ -20,7 +20,7 @@ TASKS = {
 @dataclass(kw_only=True)
 class ExportConfig(Options):
     """
-    Which files `d2l-bert export` writes, and what int8 is measured on. Every field is an option of the command.
+    Which files `d2l-bert export` writes. Every field is an option of the command.
 
     Raises:
         UserError: from `check`, for a value out of its range or values that contradict each other.
@@ -28,14 +28,6 @@ class ExportConfig(Options):
 
     task: Literal[*TASKS] | None = option(
         None, "the head to keep; the default is that of the class that was saved", OUTPUT, common=True
-    )
-    corpus: list[str] = option(
-        [],
-        "text to measure on what int8 costs, in the model's language: text files and folders of text files; without "
-        "it this is not measured",
-        TEXT,
-        metavar="PATH",
-        common=True,
     )
     onnx_only: bool = option(
         False,

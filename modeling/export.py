@@ -1,4 +1,4 @@
-"""`export`: writes a model as stock BERT and ONNX, float32 and int8; compares the files; measures what int8 costs.
+"""`export`: writes a model as stock BERT and ONNX, float32 and int8; compares the files with it.
 
 The ONNX files have the names that transformers.js and optimum give. optimum's own exporter (optimum-onnx 0.1.0) wants
 transformers below 4.58; this is `torch.onnx.export`.
@@ -7,16 +7,13 @@ transformers below 4.58; this is `torch.onnx.export`.
 import contextlib
 import io
 import logging
-import time
 from pathlib import Path
 
 import torch
-from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 from transformers.modeling_outputs import ModelOutput
 
 from d2l_bert import messages
-from d2l_bert.tokenization import prepare, wordpiece
-from d2l_bert.tokenization.config import TextConfig
+from d2l_bert.tokenization import wordpiece
 
 from . import conversion, loading, modeling_d2l_bert
 from .config import TASKS, ExportConfig
@@ -24,9 +21,6 @@ from .modeling_d2l_bert import D2lBertPreTrainedModel
 
 
 FLOAT, INT8 = "onnx/model.onnx", "onnx/model_quantized.onnx"  # where transformers.js looks for them
-
-FIGURES = {"fill-mask": "MLM loss on single sentences", "text-classification": "share of answers as in float32"}
-CHARACTERS, LENGTH, ROWS = 100_000, 128, 32  # of the text; most tokens of a sentence; sentences at once
 
 
 def export(source: str, folder: Path, config: ExportConfig) -> tuple[str, dict, bool]:
@@ -39,12 +33,12 @@ def export(source: str, folder: Path, config: ExportConfig) -> tuple[str, dict, 
         config: checked options.
 
     Returns:
-        How the files compare with the model, and what int8 costs, for people; the same for metrics.json: `task`,
-        `files` and `int8`, as in `cost_of_int8`; and whether the model was saved for this task.
+        How the files compare with the model, for people; the same for metrics.json: `task` and `files`; and whether
+        the model was saved for this task.
 
     Raises:
-        UserError: ONNX is not installed, the model cannot be read, has no tokenizer or no such head, stock BERT cannot
-            express it, or the text to measure on cannot be read.
+        UserError: ONNX is not installed, the model cannot be read, has no tokenizer or no such head, or stock BERT
+            cannot express it.
     """
     model, saved, task = read_for_task(source, config.task)
     with messages.reading_model(source):
@@ -67,19 +61,14 @@ def export(source: str, folder: Path, config: ExportConfig) -> tuple[str, dict, 
             name: {"bytes": (folder / name).stat().st_size, "difference": conversion.largest_difference(*pair)}
             for name, pair in pairs.items()
         }
-        cost = cost_of_int8(pairs[FLOAT][1], pairs[INT8][1], tokenizer, task, config.corpus)
     said = [
         f"{type(model).__name__} of {model.num_parameters():,} parameters, for {task}",
         *(
             f"  {name:<26} {file['bytes']:>13,} bytes  outputs differ by at most {file['difference']:.1e}"
             for name, file in files.items()
         ),
-        "  what int8 costs is not measured: that needs --corpus, and a head that fills masks or chooses one class"
-        if cost is None
-        else f"  int8 beside float32, on {cost['text']}: {cost['figure']} {cost['int8']:.4f} ({cost['float32']:.4f}), "
-        f"{cost['speed']:.2f} times as fast",
     ]
-    return "\n".join(said), {"task": task, "files": files, "int8": cost}, saved is not model
+    return "\n".join(said), {"task": task, "files": files}, saved is not model
 
 
 def read_for_task(name: str, task: str | None = None) -> tuple[D2lBertPreTrainedModel, D2lBertPreTrainedModel, str]:
@@ -189,55 +178,3 @@ class OnnxModel:
         named = {each.name: inputs[each.name].numpy() for each in self.session.get_inputs()}
         names = [output.name for output in self.session.get_outputs()]
         return ModelOutput(zip(names, map(torch.from_numpy, self.session.run(names, named)), strict=True))
-
-
-def cost_of_int8(
-    in_float: OnnxModel, in_int8: OnnxModel, tokenizer: PreTrainedTokenizerBase, task: str, corpus: list[str]
-) -> dict | None:
-    """
-    Compare two ONNX files on the sentences of a text: by the MLM loss with 15 % of the tokens masked, or by the
-    classes that they choose.
-
-    Args:
-        task: one of `TASKS`.
-        corpus: files and folders of text; none to measure nothing.
-
-    Returns:
-        `text`, its name; `figure`, what is compared, and its values `float32` and `int8`; `speed`, the seconds of
-        float32 divided by those of int8. None without a text, and for a task that neither fills masks nor chooses one
-        class for a text.
-
-    Raises:
-        UserError: the text cannot be read, or there is too little of it.
-    """
-    config = in_float.config
-    if not corpus or task not in FIGURES or config.problem_type in ("regression", "multi_label_classification"):
-        return None
-    name, store = prepare.read_sources(prepare.open_sources(corpus, [], "", TextConfig(), None), None)
-    sentences = list(store.part().sample(CHARACTERS))
-    messages.refuse_first({f"{name}: holds no sentence; give more text": not sentences})
-    collate = DataCollatorForLanguageModeling(tokenizer, mlm=task == "fill-mask", seed=0)
-    settings = {"truncation": True, "max_length": min(LENGTH, config.max_position_embeddings)}
-    found, seconds = ([], []), [0.0, 0.0]
-    for first in range(0, len(sentences), ROWS):
-        batch = collate([tokenizer(sentence, **settings) for sentence in sentences[first : first + ROWS]])
-        for number, file in enumerate((in_float, in_int8)):  # in turns: other programs then slow both alike
-            start = time.perf_counter()
-            logits = file(**batch).logits
-            seconds[number] += time.perf_counter() - start
-            is_masked = batch["labels"] != -100
-            found[number].append(
-                torch.nn.functional.cross_entropy(logits[is_masked], batch["labels"][is_masked], reduction="none")
-                if task == "fill-mask"
-                else logits.argmax(-1)
-            )
-    scores = [torch.cat(of_file) for of_file in found]
-    if task != "fill-mask":
-        scores = [(of_file == scores[0]).float() for of_file in scores]
-    return {
-        "text": name,
-        "figure": FIGURES[task],
-        "float32": float(scores[0].mean()),
-        "int8": float(scores[1].mean()),
-        "speed": seconds[0] / seconds[1],
-    }

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from d2l_bert import folders
 from d2l_bert.messages import GO_ON, UserError, explained
+from d2l_bert.model_cards import card
 from d2l_bert.modeling.conversion import save_model
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.devices import on_main
@@ -191,12 +192,6 @@ def folder_name(words: int) -> str:
     return f"{PREFIX}{words // UNITS[unit]}{unit.replace('m', 'M')}"
 
 
-def word_folders(folder: Path) -> dict[Path, int]:
-    """The models that runs have saved in an output folder, each with its number of words."""
-    found = {file.parent: folders.read_json(file)["words"] for file in folder.glob(f"{PREFIX}*/{WORDS_FILE}")}
-    return dict(sorted(found.items(), key=lambda entry: entry[1]))
-
-
 class WordSaver:
     """
     Counts the words that a run has seen, and saves the model when they reach a number of `--save_words`.
@@ -206,13 +201,14 @@ class WordSaver:
     Args:
         learner: the run's `Learner`.
         folder: the run's output folder.
+        record: the content of the run's run_config.json.
         tokenizer: saved with every model.
         marks: the numbers of words, ascending.
         state: the state in a checkpoint to resume from; a dict without counts of words at the start of a run.
     """
 
-    def __init__(self, learner, folder: Path, tokenizer, marks: list[int], state: dict):
-        self.learner, self.folder, self.tokenizer = learner, folder, tokenizer
+    def __init__(self, learner, folder: Path, record: dict, tokenizer, marks: list[int], state: dict):
+        self.learner, self.folder, self.record, self.tokenizer = learner, folder, record, tokenizer
         self.seen = state.get("words_seen", 0.0)  # the run adds the words of each step
         self.waiting = [mark for mark in marks if mark > self.seen]
 
@@ -221,25 +217,23 @@ class WordSaver:
         In the main process, delete saved models that the run will save again, or, at its start, those of an earlier
         run; those that were saved before the checkpoint to resume from stay.
         """
-        for path, words in word_folders(self.folder).items():
-            if words in self.waiting or not self.seen:
-                delete(path)
+        for file in [*self.folder.glob(f"{PREFIX}*/{WORDS_FILE}")]:
+            if folders.read_json(file)["words"] in self.waiting or not self.seen:
+                delete(file.parent)
 
-    def save_due(self, step: int) -> list[Path]:
+    def save_due(self, step: int) -> None:
         """
         Save the model under the name of every number that the words seen have reached since the last call.
 
-        The model has the weights that the run evaluates and publishes: their moving average, if the run keeps one.
-
-        Returns:
-            The new folders.
+        The model has the weights that the run evaluates and publishes: their moving average, if the run keeps one. It
+        has a record and a card of its own, and can be published as it is.
 
         Raises:
             UserError: a folder cannot be written.
         """
         reached = [mark for mark in self.waiting if mark <= self.seen]
         if not reached:
-            return []
+            return
         self.waiting = self.waiting[len(reached) :]
         model, state = self.learner.full_model(averaged=True), {"step": step, "words_seen": self.seen}
         paths = [self.folder / folder_name(mark) for mark in reached]
@@ -250,7 +244,10 @@ class WordSaver:
                     save_model(model, partial)
                     save_tokenizer(self.tokenizer, partial)
                     folders.write_json(partial / WORDS_FILE, {"words": words, **state})
+                    record = {**self.record, "checkpoint_step": step, "checkpoint_words": words}
+                    folders.write_json(partial / card.RUN_FILE, record)
+                    text = card.render_card(partial, self.folder.resolve().name)
+                    (partial / card.CARD_FILE).write_text(text, encoding="utf-8")
                 logger.info(f"{path}: saved after {self.seen:,.0f} words (step {step:,})")
 
         on_main(write)
-        return paths

@@ -280,14 +280,6 @@ class PretrainConfig(TextConfig):
         metavar="REPO_ID",
         needs=("push_to_hub",),
     )
-    hub_strategy: Literal["end", "every_save", "checkpoint", "all_checkpoints"] = option(
-        "end",
-        "what is uploaded before the end: nothing; each saved model, to main; each saved model, to the branch "
-        "last-checkpoint (both skip models saved during an upload); all saved models, each to its own branch",
-        HUB,
-        identity=False,
-        needs=("push_to_hub",),
-    )
     hub_private_repo: bool = option(
         True,
         "keep the repository private; false makes it public when the finished model is sent",

@@ -148,19 +148,18 @@ def start_from(
     """
     label, saved = f"init_from {run.init_from}", read_architecture(run.init_from)
     values = {field: (getattr(saved, field), getattr(architecture, field)) for field in D2lBertConfig.__annotations__}
-    cases = {
-        f"{field} is {of_model!r} there, and {of_run!r} here; take the model's value": (
-            of_model != of_run and field not in (*conversion.FREE_FIELDS, "vocab_size", "pad_token_id")
-        )
-        for field, (of_model, of_run) in values.items()
-    }
-    refuse_first(cases, f"{label}: ")
     with reading_model(run.init_from, "init_from "):
         place = run.init_from if loading.has_tokenizer(run.init_from) or not run.tokenizer else run.tokenizer
     known = loading.load_tokenizer(place)
     cases = {
+        **{
+            f"{field} is {of_model!r} there, and {of_run!r} here; take the model's value": (
+                of_model != of_run and field not in (*conversion.FREE_FIELDS, "vocab_size", "pad_token_id")
+            )
+            for field, (of_model, of_run) in values.items()
+        },
         f"the model's vocabulary has {saved.vocab_size} entries, and tokenizer {place} has {len(known)}; give the "
-        f"tokenizer that the model was trained with": len(known) != saved.vocab_size
+        f"tokenizer that the model was trained with": len(known) != saved.vocab_size,
     }
     refuse_first(cases, f"{label}: ")
     of_run = tokenizer or (loading.load_tokenizer(run.tokenizer) if run.tokenizer else known)

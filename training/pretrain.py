@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from d2l_bert import folders
 from d2l_bert.messages import GO_ON, is_out_of_memory, refuse_first, report
 from d2l_bert.model_cards.config import check_license
-from d2l_bert.model_cards.push import Pusher, check_push
+from d2l_bert.model_cards.publish import check_push, publish_run
 from d2l_bert.modeling import fast_paths
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.tokenization.prepared_folder import PreparedText, corpus_is_prepared
@@ -175,13 +175,8 @@ def train(
         start, cursor = state["step"], state["cursor"]
         record = run_folder.make_record(run, architecture, text, accelerator)
         on_main(run_folder.start_folder, folder, record, start)
-        words = checkpoint.WordSaver(learner, folder, tokenizer, checkpoint.word_marks(run.save_words), state)
+        words = checkpoint.WordSaver(learner, folder, record, tokenizer, checkpoint.word_marks(run.save_words), state)
         on_main(words.keep_earlier)
-        pusher = None
-        if run.push_to_hub and accelerator.is_main_process:
-            pusher = Pusher(folder, record, run.hub_model_id, run.hub_strategy, public=not run.hub_private_repo)
-            for path in checkpoint.word_folders(folder):  # a run that was killed may not have uploaded them
-                pusher.saved(path)
         on_main(start_trackers, accelerator, folder, record, start)
         log = RunLog(accelerator, folder, run, architecture, state)
         saved = resumed  # the last checkpoint
@@ -231,15 +226,11 @@ def train(
             with log.time_added_to("clock_start"):
                 if "evaluate" in due:
                     evaluate()
-                saved_by_words = words.save_due(number) if not log.skipped_in_a_row else []
-                if pusher and not stop.agreed_signal:
-                    for path in saved_by_words:
-                        pusher.saved(path)
-                # After a skipped step the weights may be bad, and each new checkpoint deletes an old one.
+                if not log.skipped_in_a_row:  # after a skipped step the weights may be bad
+                    words.save_due(number)
+                # Each new checkpoint deletes an old one.
                 if ("save" in due and not log.skipped_in_a_row) or number == max_steps:
                     saved = save(number)
-                    if pusher and number < max_steps and not stop.agreed_signal:  # start no upload while stopping
-                        pusher.saved(saved.path)
         if stop.should_stop():
             log.write_row()
             if log.step > (saved.state["step"] if saved else 0) and not log.skipped_in_a_row:
@@ -264,7 +255,7 @@ def train(
     }
     report.info(on_main(run_folder.finish_folder, folder, text, record, model, metrics, log.rows, held_out))
     if run.push_to_hub:
-        report.info(on_main(Pusher.finish, pusher))
+        report.info(on_main(publish_run, folder, run.hub_model_id, not run.hub_private_repo))
     devices.shut_down(accelerator)
 
 

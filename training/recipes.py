@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.conversion import FREE_FIELDS
-from d2l_bert.options import flag
+from d2l_bert.options import flag, flags
 from d2l_bert.training.config import LENGTH_OPTIONS, PretrainConfig
 
 
@@ -209,7 +209,9 @@ def command_line(record: dict) -> str:
     Args:
         record: the content of `run_config.json`.
     """
-    from d2l_bert.tokenization.prepared_folder import fixed_options  # not for the command's help, which it would delay
+    # Not for the command's help, which these would delay.
+    from d2l_bert.model_cards.card import portable
+    from d2l_bert.tokenization.prepared_folder import fixed_options
 
     run, architecture = PretrainConfig(**record["run"]), record["architecture"]
     recipe = run.recipe if run.recipe in RECIPES else "tiny"  # a run from Python may have another name
@@ -218,15 +220,12 @@ def command_line(record: dict) -> str:
     # are compared with the changed recipe, and these options with the recipe itself.
     decisive = ("dataset", "init_from", "lr_scheduler_type", *SCHEDULES.values())
     defaults = override_options(recipe_run, {name: getattr(run, name) for name in decisive})
-    defaults = dataclasses.replace(
-        defaults, corpus=defaults.text_paths(), **{name: getattr(recipe_run, name) for name in decisive}
-    )
-    implied = {"recipe", *fixed_options(run)}
-    words = ["d2l-bert", "pretrain", "--recipe", recipe]
-    for field in dataclasses.fields(run):
-        name, is_relevant = field.name, field.name in INPUT_OPTIONS or field.metadata["identity"]
-        if is_relevant and name not in implied and getattr(run, name) != getattr(defaults, name):
-            words += flag(name, _portable(getattr(run, name), record.get("local_paths", {})))
+    known = dict.fromkeys(("recipe", *fixed_options(run)))  # what the model, tokenizer or prepared folder decides
+    defaults = dataclasses.asdict(defaults) | {"corpus": defaults.text_paths()}
+    defaults |= {name: getattr(recipe_run, name) for name in decisive}
+    shown = portable({"local_paths": {}, **record})["run"] | known
+    differing = flags(PretrainConfig, shown, defaults | known, INPUT_OPTIONS)
+    words = ["d2l-bert", "pretrain", "--recipe", recipe, *differing]
     if run.init_from is not None:
         fields = FREE_FIELDS
     else:
@@ -293,10 +292,3 @@ def _from_papers(name, steps, batch, rate):
         max_grad_norm=0.5,  # Cramming
         save_steps=1000,
     )
-
-
-def _portable(value, local_paths):
-    """The value of an option with local paths shortened to their last part, so that nothing shows of the machine."""
-    if isinstance(value, list):
-        return [_portable(entry, local_paths) for entry in value]
-    return local_paths[value]["name"] if value in local_paths else value

@@ -364,7 +364,7 @@ def export_command(arguments) -> None:
 
     DIR then holds the model as stock BERT, which Transformers loads without code of d2l-bert, and in onnx/ the same in
     float32 and in int8, with the names that transformers.js reads; the tokenizer and a card. Each file is compared
-    with the model, and what int8 costs is measured on a text. d2l-bert publish sends DIR.
+    with the model. d2l-bert publish sends DIR.
     Needs pip install 'd2l-bert[onnx]'.
     """
     from d2l_bert.inference.page import copy_runtime, write_page

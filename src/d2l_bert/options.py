@@ -9,6 +9,7 @@ import os
 import re
 import types
 import typing
+from collections.abc import Sequence
 
 from d2l_bert.messages import UserError, refuse_first
 
@@ -115,6 +116,23 @@ def flag(name: str, value: object) -> list[str]:
         return []
     values = (value or ["none"]) if isinstance(value, list) else [value]
     return [f"--{name}", *(str(one).lower() if isinstance(one, bool) else str(one) for one in values)]
+
+
+def flags(config: type, given: dict, defaults: dict, others: Sequence[str]) -> list[str]:
+    """
+    The options that differ from the defaults, as words of a command line that repeats a run.
+
+    Args:
+        config: the dataclass of options.
+        given, defaults: the values of all options, by name.
+        others: options to give beside those that decide what the run computes (`Options.identity`).
+    """
+    words = []
+    for field in dataclasses.fields(config):
+        is_relevant = field.metadata["identity"] or field.name in others
+        if is_relevant and given[field.name] != defaults[field.name]:
+            words += flag(field.name, given[field.name])
+    return words
 
 
 def cores() -> int:

@@ -141,17 +141,9 @@ def make_record(run) -> dict:
             },
         }
     )
-    return {**record, "command": command_line(record["finetune"])}
-
-
-def command_line(given: dict) -> str:
-    """The shell command that repeats a run with these options: those with other values than the defaults."""
-    words, inputs = ["d2l-bert", "finetune", given["model"]], ("train_file", "validation_file", "test_file", "dataset")
-    for field in dataclasses.fields(FinetuneConfig):
-        is_relevant = field.name in (*inputs, "license") or field.metadata["identity"]
-        if is_relevant and given[field.name] != getattr(FinetuneConfig(), field.name):
-            words += options.flag(field.name, given[field.name])
-    return shlex.join(words)
+    given, others = record["finetune"], ("train_file", "validation_file", "test_file", "dataset", "license")
+    words = options.flags(FinetuneConfig, given, dataclasses.asdict(FinetuneConfig()), others)
+    return {**record, "command": shlex.join(["d2l-bert", "finetune", given["model"], *words])}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

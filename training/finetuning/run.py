@@ -12,7 +12,7 @@ import transformers
 from accelerate.utils import parse_flag_from_env
 
 from d2l_bert import folders, messages
-from d2l_bert.model_cards import publish, push
+from d2l_bert.model_cards import publish
 from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.modeling import conversion
 from d2l_bert.training import devices, log, run_folder
@@ -110,7 +110,7 @@ class Run:
             note = split.note or f"none is longer than {start.max_seq_length} tokens"
             logger.info(f"{name}: {messages.counted(len(split.rows), 'row')} of {split.name}{labels}; {note}")
         if config.push_to_hub:
-            devices.on_main(push.check_push, self.repository, config.license, False)
+            devices.on_main(publish.check_push, self.repository, config.license, False)
         self.rates = config.learning_rates() or [trainer.default_rate(getattr(start.config, "hidden_size", 768))]
         given = "" if config.learning_rate else " (by the model's size; --learning_rate sets it)"
         logger.info(f"rate {', '.join(f'{rate:g}' for rate in self.rates)}{given}")
