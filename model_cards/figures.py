@@ -169,7 +169,7 @@ def shown_metric(name: str, value: float) -> str:
 
 def no_better(metrics: dict, split: str) -> str:
     """
-    A sentence with the figures of a prediction that reads no text, and whether the model on a split is better.
+    A sentence with the figures of a prediction that needs no model, and whether the model on a split is better.
 
     Args:
         metrics: the content of metrics.json.

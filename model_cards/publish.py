@@ -57,7 +57,7 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
         if config.dry_run:  # before the card is checked: it may lack no more than a licence
             report_files(folder, files)
         checks.check_card(folder, config.license)
-    return "nothing was sent" if config.dry_run else send(files, repo_id, config, tag_of(files))
+    return "complete; nothing was sent" if config.dry_run else send(files, repo_id, config, tag_of(files))
 
 
 def check_repo_id(repo_id: str) -> None:

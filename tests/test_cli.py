@@ -56,7 +56,6 @@ def test_help_names_the_common_options_and_help_all_every_one(capsys, shows_all)
         ("prepare --output_dir=o", "dataset"),
         ("prepare", "check"),
         ("evaluate m", "corpus"),
-        ("export m d", "corpus"),
         ("finetune m", "label_column"),
     ],
 )

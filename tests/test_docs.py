@@ -112,8 +112,9 @@ def workspace(my_bert, books, here, tmp_path, monkeypatch):
         Path(name).write_text("\n".join(lines) + "\n")
     write_table(Path("more.jsonl"), [{"text": (books / "book-00.txt").read_text()}] * 3)
     write_table(Path("train.jsonl"), [{"text": text, "label": [label]} for text, label in rows])
-    for name in ("lines.log", "hour.log"):
-        lines = (f"INFO worker order {7919 * n % 10_000} packed by station {n % 8}\n" for n in range(400))
+    for name in ("lines.log", "hour.log", "new.log"):
+        count = 300 if name == "new.log" else 400
+        lines = (f"INFO worker order {7919 * n % 10_000} packed by station {n % 8}\n" for n in range(count))
         Path(name).write_text("".join(lines))
     for name in ("vi.txt", "uk.txt"):
         shutil.copy(books / "book-00.txt", name)

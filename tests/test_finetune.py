@@ -238,6 +238,33 @@ def test_what_a_prediction_without_the_text_reaches_stands_beside_the_figures(ta
     assert re.search(rf"^\| test {list(expected)[0]} \| .* \| {re.escape(guessed)} \|$", card, re.MULTILINE)
 
 
+def test_conllu_is_read_and_the_usual_tag_of_each_word_stands_beside_the_figures(trained, tmp_path, capsys):
+    """Of "left", VERB twice and NOUN once; "zoo", which is new, is the most frequent tag: DET."""
+    texts = {
+        "train": ["a DET left VERB", "the DET left NOUN", "the DET left VERB"],
+        "validation": ["a DET left VERB"],
+        "test": ["left VERB the DET zoo NOUN"],
+    }
+    options = []
+    for split, of_split in texts.items():
+        lines = []
+        for text in of_split:
+            words = text.split()
+            pairs = enumerate(zip(words[::2], words[1::2], strict=True), 1)
+            rows = [f"{number}\t{word}\tlemma\t{tag}" for number, (word, tag) in pairs]
+            of_two = ["1-2\tboth\t_\t_", *rows, "2.1\tnone\t_\tX"]
+            lines += ["# text = of two words", *(row + "\t_" * 6 for row in of_two), ""]
+        (tmp_path / f"{split}.conllu").write_text("\n".join(lines))
+        options.append(f"--{split}_file={tmp_path / split}.conllu")
+    out = tmp_path / "out"
+    metrics = finetune(trained, out, "--task=token-classification", *options, "--max_steps=1")
+    assert read_json(out / "run_config.json")["data"]["labels"] == ["DET", "NOUN", "VERB"]
+    known = metrics["know_nothing"]
+    assert known["test"]["figures"] == pytest.approx({"accuracy": 2 / 3})
+    assert known["validation"]["figures"] == {"accuracy": 1.0}
+    assert f"{known['test']['prediction']}: accuracy 66.7 %; the model does no better" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("task, rows", [("tags", tag_rows), ("answers", answer_rows)])
 def test_losses_are_means_over_labels_however_rows_are_batched(task, rows, trained, tmp_path):
     options = [f"--task={task}", *FAST[2:], "--max_seq_length=40", "--learning_rate=1e-3", "--num_train_epochs=2"]

@@ -161,10 +161,11 @@ def test_exact_match_and_f1_are_those_of_squad(prediction, gold, exact, f1):
 def test_large_figures_stand_apart_in_the_table():
     rows = SimpleNamespace(rows=[{}], name="rows.csv")
     run = SimpleNamespace(measured=lambda: ["test"], splits={"test": rows}, folder=Path("out"))
+    run.config = SimpleNamespace(num_train_epochs=3.0, max_steps=None)
     figures = {"pearson": 0.5, "mse": 1234567890.25, "mae": 456.1174}
     metrics = {
         "metrics_shown": list(figures),
-        "seeds": [{"seed": 42, "test": figures}],
+        "seeds": [{"seed": 42, "steps": 9, "test": figures}],
         "unknown_share": {"test": 0.0},
         "f1_of": None,
         "kept_seed": 42,

@@ -102,11 +102,6 @@ WRONG = {
         {"train.conll": "Ada NNP B-PER\nleft O\n"},
         ["train_file train.conll"],
     ),
-    "CoNLL-U": (
-        "token-classification",
-        {"train.conll": "# text = Ada\n1\tAda\tAda\tPROPN\tNNP\t_\t0\troot\t_\tSpaceAfter=No\n2-3" + "\t_" * 9 + "\n"},
-        ["train_file train.conll", "cut -f 2,4"],
-    ),
     "an empty CoNLL file": ("token-classification", {"train.conll": "\n\n"}, ["train_file train.conll: has no rows"]),
     "CoNLL in another encoding": (
         "token-classification",

@@ -20,9 +20,9 @@ from d2l_bert.tokenization.rules import (
 from d2l_bert.tokenization.wordpiece import plain_backend, text_backend
 
 
-# Beyond these shares a line names the cause, and the option that mends it: of characters in [UNK]; of marks, or other
-# characters, that are dropped; of word types that became equal to another; of vocabulary entries with a digit.
-REMARKED_UNKNOWN, REMARKED_MARKS, REMARKED_MERGED, REMARKED_DIGITS = 0.01, 0.005, 0.01, 0.25
+# Beyond these shares a line names the cause, and the option that mends it: of characters in [UNK]; of characters that
+# are dropped (marks: `NOTICEABLE`); of word types that became equal to another; of vocabulary entries with a digit.
+REMARKED_UNKNOWN, REMARKED_DROPPED, REMARKED_MERGED, REMARKED_DIGITS = 0.01, 0.005, 0.01, 0.25
 
 
 def unknown_share(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> float:
@@ -148,10 +148,10 @@ def remarks(
     lines = {
         f"{unknown:.1%} of the characters stand in [UNK]; {alphabet}": unknown > REMARKED_UNKNOWN,
         f"{account['dropped_marks']:,} marks (accents, vowel signs, tones) are dropped; {strip}": (
-            account["dropped_marks"] > REMARKED_MARKS * account["characters"]
+            account["dropped_marks"] > NOTICEABLE * account["characters"]
         ),
         f"{account['dropped_characters']:,} characters are dropped; {invisible}": (
-            account["dropped_characters"] > REMARKED_MARKS * account["characters"]
+            account["dropped_characters"] > REMARKED_DROPPED * account["characters"]
         ),
         f"{account['merged_types']:,} of {account['word_types']:,} word types became equal to another that differs by "
         f"more than case ({examples}); {cause}": (account["merged_types"] > REMARKED_MERGED * account["word_types"]),

@@ -107,7 +107,9 @@ def text_files(path: str | Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise UserError(
-            f"{path}: no text file or folder; give one, or {PYTHON_DOCS}, and texts of JSON as lines of JSON (.jsonl)"
+            f"{path}: no text; give texts of JSON as lines of JSON (.jsonl)"
+            if path.exists()
+            else f"{path}: there is no such file or folder; give one, or {PYTHON_DOCS}"
         )
     taken, left_out = {}, {}
     for file in sorted(_files_below(path, set()), key=lambda file: (file.is_symlink(), file)):

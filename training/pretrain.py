@@ -27,6 +27,7 @@ from d2l_bert.model_cards.config import check_license
 from d2l_bert.model_cards.publish import check_push, publish_run
 from d2l_bert.modeling import fast_paths
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
+from d2l_bert.pair_tasks import PAIR_TASKS, unit
 from d2l_bert.tokenization.prepared_folder import PreparedText, corpus_is_prepared
 from d2l_bert.training import checkpoint, devices, initialize, run_folder, schedule
 from d2l_bert.training.config import PretrainConfig
@@ -170,7 +171,7 @@ def train(
         with together():
             steps = TrainingSteps(run, text, max_steps, ranks, on_gpu=accelerator.device.type == "cuda")
         if run.dry_run:
-            report_dry_run(run, learner, steps)
+            report_dry_run(run, learner, steps, int(text.train.words_before[-1]))
             return
         start, cursor = state["step"], state["cursor"]
         record = run_folder.make_record(run, architecture, text, accelerator)
@@ -259,15 +260,16 @@ def train(
     devices.shut_down(accelerator)
 
 
-def report_dry_run(run: PretrainConfig, learner: Learner, steps: TrainingSteps) -> None:
+def report_dry_run(run: PretrainConfig, learner: Learner, steps: TrainingSteps, text_words: int) -> None:
     """Time some steps of each stage, and say how long the run takes, and how much memory and disk; keep nothing."""
-    minutes = schedule.time_steps(learner, steps) / 60
+    seconds, words = schedule.time_steps(learner, steps)
     memory, megabytes = used_memory(learner.accelerator.device), learner.bytes_in_checkpoint() / 1e6
     parameters = sum(parameter.numel() for parameter in learner.parameters.values())
     report.info(
-        f"dry run: {run.max_steps:,} steps of {run.global_batch_size * run.max_seq_length:,} tokens, "
-        f"{steps.epochs():.1f} passes over the text, about {minutes:,.3g} minutes without evaluations\n"
-        f"dry run: a model of {parameters:,} parameters; a step takes {60 * minutes / run.max_steps:.3g} s, and a "
+        f"dry run: {run.max_steps:,} steps of {run.global_batch_size:,} {unit(PAIR_TASKS.get(run.objective))} of at "
+        f"most {run.max_seq_length} tokens, {words / text_words:.1f} passes over the text, about {seconds / 60:,.3g} "
+        f"minutes without evaluations, if the machine stays as busy as now\n"
+        f"dry run: a model of {parameters:,} parameters; a step takes {seconds / run.max_steps:.3g} s, and a "
         f"process {memory:,.0f} MB\n"
         f"dry run: a checkpoint takes {megabytes:,.0f} MB, and {run.save_total_limit} are kept\n"
         f"dry run: text and steps went well; nothing is kept"

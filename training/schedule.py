@@ -6,6 +6,8 @@ import math
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from d2l_bert.messages import UserError, counted
 from d2l_bert.tokenization.prepared_folder import PreparedText
 from d2l_bert.training.config import PretrainConfig
@@ -88,31 +90,31 @@ def find_max_steps(run: PretrainConfig, text: PreparedText, learner: Learner, he
     if run.num_train_epochs is not None:
         epochs_a_step = steps.epochs() / PROVISIONAL_STEPS
         return math.ceil(run.num_train_epochs / epochs_a_step - 1e-6)  # not a step more for a rounding error
-    step_seconds = time_steps(learner, steps) / PROVISIONAL_STEPS
+    step_seconds = time_steps(learner, steps)[0] / PROVISIONAL_STEPS
     learner.reset_optimizers()
     start = time.monotonic()
     learner.evaluate(held_out)
     return on_main(steps_for_minutes, run, step_seconds, time.monotonic() - start)
 
 
-def time_steps(learner: Learner, steps: TrainingSteps) -> float:
+def time_steps(learner: Learner, steps: TrainingSteps) -> tuple[float, float]:
     """
-    The seconds that all steps take on this process; some are timed of each stage, at a rate of 0.
+    The seconds that all steps take on this process, and their words; some are timed of each stage, at a rate of 0.
 
     Each step ends with a sum over all processes, so that all take as long. The optimizers keep the state of these
     steps.
     """
-    seconds = 0.0
+    totals = np.zeros(2)
     for stage in steps.stages:
-        count, times = stage.end_step - stage.first_step, []
+        count, timed = stage.end_step - stage.first_step, []
         for step in itertools.islice(steps.walk(stage.first_step), min(count, STEPS_TIMED)):
-            if not times:  # taken twice: the first time it allocates memory, and compiles
+            if not timed:  # taken twice: the first time it allocates memory, and compiles
                 learner.take_step(step.micro_batches, step.counts)
             start = time.monotonic()
             learner.take_step(step.micro_batches, step.counts)
-            times.append(time.monotonic() - start)
-        seconds += count * sum(times) / max(1, len(times))
-    return seconds
+            timed.append((time.monotonic() - start, step.words))
+        totals += count * np.sum(timed or [(0.0, 0.0)], 0) / max(1, len(timed))
+    return tuple(totals.tolist())
 
 
 def steps_for_minutes(run: PretrainConfig, step_seconds: float, evaluation_seconds: float) -> int:

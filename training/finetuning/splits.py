@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -75,7 +76,8 @@ def read_file(path: str, option: str, separator: str = "auto", text_column: str 
     - `.jsonl`, `.parquet`: values as they are.
     - `.json`: SQuAD's form, with the columns `id`, `title`, `context`, `question`, `answers` and `is_impossible`; or a
       list of objects, also below `data`.
-    - `.conll`: a word a line, its tag last, and an empty line after each text: the columns `tokens` and `tags`.
+    - `.conll`: a word a line, its tag last, and an empty line after each text: the columns `tokens` and `tags`; or
+      CoNLL-U, also as `.conllu`, with the universal parts of speech as tags.
     - any other text: each line that is not empty is a text.
 
     Args:
@@ -95,7 +97,7 @@ def read_file(path: str, option: str, separator: str = "auto", text_column: str 
     else:
         with explained(f"{label}: cannot be read", "repair the file", *READ_ERRORS, TypeError, RecursionError):
             lines = [line.rstrip("\r\n") for line in tables.lines_of(file)]
-            if tables.suffix_unpacked(file) == ".conll":
+            if tables.suffix_unpacked(file) in (".conll", ".conllu"):
                 rows = list(_conll_rows(lines, label))
             elif kind == "json":
                 rows = [(f"row {number:,}", row) for number, row in enumerate(_json_rows("\n".join(lines)), 1)]
@@ -128,11 +130,12 @@ def _conll_rows(lines, label) -> Iterator[tuple[str, dict]]:
     which the last one is a tag.
     """
     fields_of_lines = ([] if line.startswith("-DOCSTART-") else line.split() for line in lines)
+    if any(re.fullmatch(r"1(\t[^\t]*){9}", line) for line in lines):  # CoNLL-U; 1-2 are two words, and 8.1 is none
+        rows = (line.split("\t") for line in lines)
+        fields_of_lines = (row[1:4:2] if row[0].isdigit() else ["#"] if row[0] else [] for row in rows)
     numbered = list(enumerate(fields_of_lines, 1))
     words = [fields for _, fields in numbered if fields and fields[0][0] != "#"]
     count, tags = len(words[0]) if words else 0, {fields[-1] for fields in words}
-    if count == 10 and all(fields[0][0].isdigit() for fields in words):
-        raise ValueError("ten columns with a number first, as in CoNLL-U; keep word and tag, as cut -f 2,4 does")
     kept = [
         (number, fields)
         for number, fields in numbered
@@ -140,7 +143,7 @@ def _conll_rows(lines, label) -> Iterator[tuple[str, dict]]:
     ]
     if comments := len(numbered) - len(kept):
         logger.info(
-            f"{label}: {counted(comments, 'line that begins', 'lines that begin')} with # left out as comments"
+            f"{label}: {counted(comments, 'line is', 'lines are')} left out: comments, or no words of their own"
         )
     for number, fields in kept:
         if len(fields) not in (0, count):

@@ -222,8 +222,8 @@ class Task:
     def finish(self, model) -> None:
         """Change a trained model in place, so that its outputs are those of `rescaled`."""
 
-    def know_nothing(self, train, split) -> tuple[str, np.ndarray] | None:
-        """A prediction that reads no text, in words and as the outputs of a row; None for a task without one."""
+    def know_nothing(self, train, split) -> tuple[str, dict] | None:
+        """A prediction that needs no model, in words, and its metrics of a split; None for a task without one."""
         return None
 
     def sides(self, split, outputs) -> tuple | None:

@@ -42,6 +42,10 @@ class TextTask(tasks.Task):
         for row, label in zip(split.features, self.targets(split).tolist(), strict=True):
             row["labels"] = label
 
+    def always(self, split, outputs):
+        """The metrics of a split if every row had these outputs."""
+        return self.metrics(split, np.tile(outputs, (len(split.rows), 1)))
+
 
 class TextClassification(TextTask):
     """One class of several for a text or a pair of texts."""
@@ -74,7 +78,9 @@ class TextClassification(TextTask):
         )
 
     def know_nothing(self, train, split):
-        return "always the most frequent class", np.bincount(self.targets(split), minlength=len(self.classes))
+        return "always the most frequent class", self.always(
+            split, np.bincount(self.targets(split), minlength=len(self.classes))
+        )
 
     def sides(self, split, outputs):
         true = [row.label for row in split.rows]
@@ -136,7 +142,9 @@ class MultiLabelClassification(TextTask):
         )
 
     def know_nothing(self, train, split):
-        return "always the labels of more than half of the training rows", self.targets(train).mean(0) - 0.5
+        return "always the labels of more than half of the training rows", self.always(
+            split, self.targets(train).mean(0) - 0.5
+        )
 
     def metrics(self, split, outputs):
         return metrics.multilabel_metrics(self.targets(split), (outputs > 0).astype(int))
@@ -201,7 +209,7 @@ class Regression(TextTask):
         return ((logits[:, 0] - labels)[labels != -100] ** 2).sum()
 
     def know_nothing(self, train, split):
-        return "always the mean of the training labels", np.array([self.mean])
+        return "always the mean of the training labels", self.always(split, [self.mean])
 
     def rescaled(self, outputs):
         return outputs.astype(np.float64) * self.deviation + self.mean

@@ -57,7 +57,8 @@ class TokenClassification(tasks.Task):
         logger.info(
             f"the tags are {self.scheme}: the figures are those of entities"
             if self.scheme
-            else f"the tags are not of {', '.join(metrics.SCHEMES)}: the figure is the accuracy over words"
+            else f"the tags ({tasks.listed(self.classes)}) are not of {', '.join(metrics.SCHEMES)}: the figure is the "
+            f"accuracy over words"
         )
 
     def features(self, split, tokenizer, max_seq_length):
@@ -101,8 +102,17 @@ class TokenClassification(tasks.Task):
         return tags
 
     def metrics(self, split, outputs):
-        gold = [row.label for row in split.rows]
-        return metrics.tag_metrics(gold, self.predicted_tags(split, outputs), self.scheme is not None)
+        return self.metrics_of_tags(split, self.predicted_tags(split, outputs))
+
+    def know_nothing(self, train, split):
+        counts = Counter(pair for row in train.rows for pair in zip(row.texts, row.label, strict=True))
+        usual = {word: tag for (word, tag), _ in reversed(counts.most_common())}
+        predicted = [[usual.get(word, self.default) for word in row.texts] for row in split.rows]
+        return "each word's most frequent tag in the training rows", self.metrics_of_tags(split, predicted)
+
+    def metrics_of_tags(self, split, predicted):
+        """The metrics of a labelled split, as in `tasks.Task`, of the predicted tags of each row."""
+        return metrics.tag_metrics([row.label for row in split.rows], predicted, self.scheme is not None)
 
     def sides(self, split, outputs):
         gold, predicted = [row.label for row in split.rows], self.predicted_tags(split, outputs)

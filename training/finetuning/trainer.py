@@ -1,6 +1,7 @@
 """The tasks by their names; the encoder that a run starts from, with a fresh head; `Trainer`, and its checkpoints."""
 
 import copy
+import datetime
 import logging
 import time
 from dataclasses import dataclass
@@ -309,7 +310,8 @@ class Checkpoints(transformers.TrainerCallback):
             chooses = f", {name} {shown_metric(name, value)}" if name != "loss" else ""
             logger.info(
                 f"{args.run_name}: epoch {state.epoch:.3g}, step {state.global_step}/{state.max_steps}: "
-                f"validation loss {loss:.4f}{chooses}"
+                f"validation loss {loss:.4f}{chooses}; "
+                f"{datetime.timedelta(seconds=round(self.seconds() * (state.max_steps / state.global_step - 1)))} left"
             )
 
     def on_save(self, args, state, control, **kwargs):
