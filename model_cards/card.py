@@ -92,7 +92,7 @@ def render_card(folder: Path, name: str | None = None, parameters: int | None = 
     start = record["base_model"]["name"] if is_tuned else run.get("init_from")
     is_local = start in (read["name"] for read in record.get("fingerprints", []))
     base_model = None if is_local or run.get("from_scratch") else start
-    task, language = PAIR_TASKS.get(run.get("objective")), run.get("language")
+    task, language = PAIR_TASKS.get(run.get("objective")), (record["base_model"] if is_tuned else run).get("language")
     pipeline_tag, known = PIPELINE_TAGS.get(head), metrics.get("predictions", [])
     examples = [example for prompt in recipe.get("prompts", []) for example in known if example["text"] == prompt]
     # without texts that were chosen, those of whose first guess the model is surest

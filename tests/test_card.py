@@ -101,10 +101,10 @@ def test_a_card_without_later_figures_has_no_empty_section(card, facts):
 def test_a_start_model_of_the_hub_is_named_with_its_address(card, facts, is_tuned):
     facts = tuned_facts(facts[0]) if is_tuned else facts
     record = facts[1]
-    record["base_model"] = {"name": "someone/bert", "revision": "abc123", "fingerprint": None}
-    record.get("run", {})["init_from"] = "someone/bert"
+    record["base_model"] = {"name": "someone/bert", "revision": "abc123", "fingerprint": None, "language": "de"}
+    record.get("run", {}).update(init_from="someone/bert", language="de")
     found = card(facts)
-    assert found.data.base_model == "someone/bert"
+    assert found.data.base_model == "someone/bert" and found.data.language == "de"
     assert "from [someone/bert](https://huggingface.co/someone/bert)" in found.text
     record["fingerprints"] = [{"name": "someone/bert", "fingerprint": "f00d"}]  # a folder of this machine
     found = card(facts)

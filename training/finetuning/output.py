@@ -109,7 +109,11 @@ def make_record(run) -> dict:
             "max_seq_length": start.max_seq_length,
             "learnt": {name: vars(task)[name] for name in LEARNT if name in vars(task)},
             "dropout": start.dropout,
-            "base_model": {**base, "model_type": start.config.model_type},
+            "base_model": {
+                **base,
+                "model_type": start.config.model_type,
+                "language": loading.read_record(config.model).get("run", {}).get("language"),
+            },
             "data": {
                 "splits": {
                     name: {"name": split.name, "rows": len(split.rows), "fingerprint": split.fingerprint}
