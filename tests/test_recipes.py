@@ -272,12 +272,12 @@ def test_the_time_of_a_run_is_that_of_all_steps_of_each_stage(monkeypatch):
 
     def walk(start):
         seconds = next(seconds for first, seconds in reversed(stages.items()) if first <= start)
-        return itertools.repeat(SimpleNamespace(micro_batches=[seconds], counts=None))
+        return itertools.repeat(SimpleNamespace(micro_batches=[seconds], counts=None, words=100 * seconds))
 
     made = [Stage(first, end, None, None, 0) for first, end in itertools.pairwise([*stages, 100])]
     learner = SimpleNamespace(take_step=take_step, accelerator=make_accelerator("no"))
-    total = time_steps(learner, SimpleNamespace(stages=made, walk=walk))
-    assert total == pytest.approx(40 * 1.0 + 50 * 0.25 + 9 * 3.0 + 2.0)
+    total, words = time_steps(learner, SimpleNamespace(stages=made, walk=walk))
+    assert total == pytest.approx(40 * 1.0 + 50 * 0.25 + 9 * 3.0 + 2.0) and words == pytest.approx(100 * total)
     assert taken[1:] == [1.0] * 21 + [0.25] * 21 + [3.0] * 10 + [2.0] * 2
 
 
