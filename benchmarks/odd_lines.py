@@ -107,15 +107,8 @@ def main():
     train.write_text("".join(f"{line}\n" for line in trained))
     held_out.write_text("".join(f"{line}\n" for line in lines))
     model = arguments.folder / "model"
-    words = [
-        "--recipe",
-        "tiny-sentences",
-        "--max_minutes",
-        arguments.max_minutes,
-        "--resume_from_checkpoint",
-        "latest",
-    ]
-    run("pretrain", "--corpus", train, "--output_dir", model, *words)
+    length = ["--max_minutes", arguments.max_minutes, "--resume_from_checkpoint", "latest"]
+    run("pretrain", "--corpus", train, "--recipe", "tiny-sentences", "--output_dir", model, *length)
     scored = run("evaluate", model, "--line_scores", held_out)
     scores = {int(cells[4]): float(cells[0]) for cells in (line.split("\t") for line in scored.splitlines())}
     print(f"{len(trained):,} lines to train on, {len(lines):,} held out, of them {len(KINDS) * ODD} made odd")

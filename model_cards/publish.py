@@ -1,4 +1,4 @@
-"""Sends a model folder to the Hub: checks it, sends its files in one commit with a tag; sends what a run leaves."""
+"""Publishes on the Hub: a model folder, which is checked and sent in one commit with a tag; all models of a run."""
 
 import contextlib
 import hashlib
@@ -217,12 +217,13 @@ def check_push(repo_id: str, license: str | None, dry_run: bool) -> None:
             HfApi().create_repo(repo_id, private=True, exist_ok=True)
 
 
-def publish_run(folder: Path, repo_id: str, public: bool) -> str:
+def publish_run(folder: Path, repo_id: str, license: str, public: bool) -> str:
     """
     Publish what a run leaves: each model that it has saved by words seen on the branch of its name, then the model.
 
     Args:
         folder: the run's folder.
+        license: of all models: the run may have had none yet when it saved the first.
         public: whether the repository becomes public.
 
     Returns:
@@ -234,5 +235,5 @@ def publish_run(folder: Path, repo_id: str, public: bool) -> str:
     command = ["d2l-bert", "publish", str(folder), repo_id, *(["--public"] if public else [])]
     with explained(f"the model is complete in {folder}, and {shlex.join(command)} sends it", "", UserError):
         for saved in sorted(folder.glob("chck_*")):
-            publish(saved, repo_id, PublishConfig(revision=saved.name))
+            publish(saved, repo_id, PublishConfig(revision=saved.name, license=license))
         return publish(folder, repo_id, PublishConfig(public=public))

@@ -233,6 +233,7 @@ LOG = " ".join(f"10.{n}.7.{3 * n} GET /{n:04x} {n * 7919}" for n in range(300))
         (TEXTS["turkish"], {"language": "tr"}, "--lowercase false"),
         (TEXTS["turkish"], {}, "--lowercase false"),
         (TEXTS["german"], {"strip_accents": True}, "--strip_accents false"),
+        ("the quiet sea was here " * 20 + "tŷ", {"strip_accents": True}, "--strip_accents false"),  # a mark in 382
         (TEXTS["chinese"], {"limit_alphabet": 500}, "--limit_alphabet"),
         (LOG, {}, "--individual_digits true"),
         (f"{TEXTS['vietnamese']} {TEXTS['vietnamese, decomposed']}", {}, "--unicode_normalization NFC"),

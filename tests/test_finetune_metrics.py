@@ -161,7 +161,7 @@ def test_exact_match_and_f1_are_those_of_squad(prediction, gold, exact, f1):
 def test_large_figures_stand_apart_in_the_table():
     rows = SimpleNamespace(rows=[{}], name="rows.csv")
     run = SimpleNamespace(measured=lambda: ["test"], splits={"test": rows}, folder=Path("out"))
-    run.config = SimpleNamespace(num_train_epochs=3.0, max_steps=None)
+    run.config = SimpleNamespace(num_train_epochs=None, max_steps=None)
     figures = {"pearson": 0.5, "mse": 1234567890.25, "mae": 456.1174}
     metrics = {
         "metrics_shown": list(figures),
@@ -172,5 +172,9 @@ def test_large_figures_stand_apart_in_the_table():
         "learning_rate": 1e-3,
         "train_seconds": 1.0,
     }
-    line = next(line for line in results_text(run, metrics).splitlines() if "seed 42  " in line)
+    said = results_text(run, metrics)
+    line = next(line for line in said.splitlines() if "seed 42  " in line)
     assert [float(cell) for cell in line.split()[2:]] == pytest.approx(list(figures.values()))
+    assert "--num_train_epochs" in said  # 9 steps are few
+    run.config.max_steps = 9
+    assert "--num_train_epochs" not in results_text(run, metrics)

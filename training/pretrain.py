@@ -227,9 +227,9 @@ def train(
             with log.time_added_to("clock_start"):
                 if "evaluate" in due:
                     evaluate()
-                if not log.skipped_in_a_row:  # after a skipped step the weights may be bad
+                # After a skipped step the weights may be bad, and each new checkpoint deletes an old one.
+                if not log.skipped_in_a_row:
                     words.save_due(number)
-                # Each new checkpoint deletes an old one.
                 if ("save" in due and not log.skipped_in_a_row) or number == max_steps:
                     saved = save(number)
         if stop.should_stop():
@@ -256,7 +256,7 @@ def train(
     }
     report.info(on_main(run_folder.finish_folder, folder, text, record, model, metrics, log.rows, held_out))
     if run.push_to_hub:
-        report.info(on_main(publish_run, folder, run.hub_model_id, not run.hub_private_repo))
+        report.info(on_main(publish_run, folder, run.hub_model_id, run.known_license(), not run.hub_private_repo))
     devices.shut_down(accelerator)
 
 

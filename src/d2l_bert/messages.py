@@ -124,11 +124,12 @@ def reading_model(name: str, prefix: str = "") -> Iterator[None]:
             f"its run is not finished; {GO_ON}, or give one of its checkpoints, such as {name}/checkpoint-100": (
                 Path(name, "run_config.json").is_file() and not Path(name, "config.json").is_file()
             ),
+            # "model_type" is in what Transformers says of a folder without a model's config.json.
             f"it is a folder of prepare; train a model on it: d2l-bert pretrain --corpus {name}": (
-                Path(name, "prepared.json").is_file()
+                "model_type" in said and Path(name, "prepared.json").is_file()
             ),
             "it holds no config.json, so it is no model; give a folder of pretrain or save_pretrained": (
-                Path(name).is_dir() and not Path(name, "config.json").is_file()
+                "model_type" in said and Path(name).is_dir() and not Path(name, "config.json").is_file()
             ),
             f"no folder here has this name, and the Hub gave nothing of this name ({said:.200}); check the name, "
             f"connect to the network, or log in with `hf auth login` for a private one": not Path(name).exists(),

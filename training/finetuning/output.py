@@ -112,7 +112,7 @@ def make_record(run) -> dict:
             "base_model": {
                 **base,
                 "model_type": start.config.model_type,
-                "language": loading.read_record(config.model).get("run", {}).get("language"),
+                "language": loading.read_record(config.model).get("run", {}).get("language") if fingerprint else None,
             },
             "data": {
                 "splits": {
