@@ -92,16 +92,23 @@ def render_card(folder: Path, name: str | None = None, parameters: int | None = 
     start = record["base_model"]["name"] if is_tuned else run.get("init_from")
     is_local = start in (read["name"] for read in record.get("fingerprints", []))
     base_model = None if is_local or run.get("from_scratch") else start
-    task, language = PAIR_TASKS.get(run.get("objective")), (record["base_model"] if is_tuned else run).get("language")
-    pipeline_tag, known = PIPELINE_TAGS.get(head), metrics.get("predictions", [])
+    # Parts may have been prepared with a language each.
+    languages = ((record["base_model"] if is_tuned else run).get("language") or "").split(", ")
+    task, pipeline_tag, known = (
+        PAIR_TASKS.get(run.get("objective")),
+        PIPELINE_TAGS.get(head),
+        metrics.get("predictions", []),
+    )
     examples = [example for prompt in recipe.get("prompts", []) for example in known if example["text"] == prompt]
     # without texts that were chosen, those of whose first guess the model is surest
     examples = examples or sorted(known, key=lambda example: -example["output"][0]["score"])[:3]
     is_ours, kind = config["model_type"] == "d2l-bert", config["model_type"].removeprefix("d2l-")
     tags = ["d2l-bert", kind, pipeline_tag, "fine-tuned" if is_tuned else None, task and task.name.replace(" ", "-")]
     card_data = ModelCardData(
-        language=language and language.partition("-")[0],
-        language_bcp47=[language] if language and "-" in language else None,
+        language=[each.partition("-")[0] for each in languages]
+        if languages[1:]
+        else languages[0].partition("-")[0] or None,
+        language_bcp47=[each for each in languages if "-" in each] or None,
         license=run.get("license"),
         library_name="transformers",
         pipeline_tag=pipeline_tag,
@@ -157,6 +164,8 @@ def eval_results(metrics: dict, record: dict, pipeline_tag: str | None) -> list[
         name = metric.text or measured_on.get(split)
         if metric.task and name and math.isfinite(metrics[metric.key]):
             invented = re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip("-") or "text"
+            # On the Hub the split has the name that it has there.
+            part = data["splits"][split]["name"].rpartition(", split ")[2] if name in hub_datasets else split
             on_hub = "nyu-mll/blimp" if metric.key == figures.BLIMP else name if name in hub_datasets else None
             results.append(
                 EvalResult(
@@ -165,7 +174,7 @@ def eval_results(metrics: dict, record: dict, pipeline_tag: str | None) -> list[
                     dataset_type=on_hub or invented,
                     dataset_name=name,
                     # Keeps the figures of `d2l-bert evaluate` apart from those of a run on a corpus of the same name.
-                    dataset_split="evaluation" if metric.text else split if "splits" in data else None,
+                    dataset_split="evaluation" if metric.text else part if "splits" in data else None,
                     metric_type=metric.metric_type,
                     metric_name=metric.name,
                     metric_value=round(metrics[metric.key], 4),
@@ -189,7 +198,11 @@ def portable(record: dict) -> dict:
     text = json.dumps({name: entry for name, entry in record.items() if name != "local_paths"})
     for path, known in paths.items():
         text = text.replace(json.dumps(path), json.dumps(known["name"]))
-    return {**json.loads(text), "fingerprints": [known for known in paths.values() if known["fingerprint"]]}
+    return {
+        **json.loads(text),
+        **{name: entry for name, entry in record.items() if name == "learnt"},  # a class may be called like a path: .
+        "fingerprints": [known for known in paths.values() if known["fingerprint"]],
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------

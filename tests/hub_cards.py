@@ -16,7 +16,7 @@ RESULT = {
 }
 RULES = {
     **dict.fromkeys(("license", "library_name", "pipeline_tag", "base_model", "model_name"), ".+"),
-    **{"tags": [".+"], "language": LANGUAGE, "datasets": [ID], "base_model": ID},
+    **{"tags": [".+"], "language": [LANGUAGE], "datasets": [ID], "base_model": ID},
     "model-index": [{"name": ".+", "results": [RESULT]}],
 }
 
@@ -28,7 +28,8 @@ def read_card(text) -> tuple[dict, list[str]]:
         data = yaml.safe_load(block[1]) if block else {}
     except yaml.YAMLError as error:
         return {}, [f"Invalid YAML: {error}"]
-    return data, [error for name in RULES.keys() & data.keys() for error in _errors(name, data[name], RULES[name])]
+    given = data | ({"language": [data["language"]]} if isinstance(data.get("language"), str) else {})  # or a list
+    return data, [error for name in RULES.keys() & data.keys() for error in _errors(name, given[name], RULES[name])]
 
 
 def _errors(place, value, rule):

@@ -12,7 +12,7 @@ from judged_models import write_pairs
 from d2l_bert import D2lBertForPreTraining
 from d2l_bert.__main__ import main
 from d2l_bert.folders import read_json
-from d2l_bert.model_cards.card import count_parameters, render_card
+from d2l_bert.model_cards.card import count_parameters, portable, render_card
 from d2l_bert.model_cards.checks import check_card
 from d2l_bert.model_cards.evaluations import update_folder
 
@@ -132,6 +132,16 @@ def test_the_accuracy_on_pairs_says_what_was_asked_beside_what_one_segment_tells
 # Names
 
 ODD = "a | b\n\n# big $x$ <b> `c"
+TABLE = {"name": ODD, "rows": 16, "fingerprint": "feed"}
+
+
+def test_a_class_is_not_renamed_where_a_path_has_its_name():
+    record = {"learnt": {"classes": [".", "a"]}, "folder": ".", "local_paths": {".": {"name": "d", "fingerprint": 1}}}
+    assert portable(record) == {
+        "learnt": {"classes": [".", "a"]},
+        "folder": "d",
+        "fingerprints": [*record["local_paths"].values()],
+    }
 
 
 def tuned_facts(config):
@@ -147,10 +157,10 @@ def tuned_facts(config):
         "base_model": {"name": ODD, "revision": None, "fingerprint": "f00d"},
         "fingerprints": [{"name": ODD, "fingerprint": "f00d"}],
         "data": {
-            "splits": {"test": {"name": ODD, "rows": 16, "fingerprint": "feed"}},
-            "labels": ["x", ODD],
+            "splits": {"test": TABLE},
             "hub_datasets": [],
         },
+        "learnt": {"classes": ["x", ODD]},
         "learning_rates": [1e-4],
         "command": "d2l-bert finetune",
     }
@@ -177,6 +187,9 @@ def test_the_card_of_a_fine_tuned_model_shows_its_classes_whatever_their_names(c
     assert f"F1 is that of the class {shown}." in found.text and f"`x`, {shown}" in found.text
     assert r"16 rows of a \| b # big \$x\$ \<b> \`c, fingerprint `feed`" in found.text
     assert "macro avg" not in found.text and not read_card(found.content)[1]
+    # The figures of a data set of the Hub are of the split that it has there.
+    tuned[1]["data"] |= {"hub_datasets": ["me/x"], "splits": {"test": {**TABLE, "name": "me/x, split validation"}}}
+    assert {of.dataset_split for of in card(tuned).data.eval_results} == {"validation"}
     # A table by class ends after 30 rows.
     rows_of = tuned[2]["classification_report"]["test"]
     rows_of |= {f"class {number}": {**rows_of["x"], "support": number} for number in range(9, 49)}
@@ -186,9 +199,9 @@ def test_the_card_of_a_fine_tuned_model_shows_its_classes_whatever_their_names(c
 
 def test_markdown_signs_and_quotes_in_names_and_words_are_escaped(card, facts):
     facts[2]["predictions"] = [{"text": 'à | b "[MASK]"', "output": [{"label": "|", "score": 0.5}]}]
-    facts[1]["data"]["corpus_name"] = ODD
+    facts[1]["data"]["corpus_name"], facts[1]["run"]["language"] = ODD, "de, pt-br"
     found = card(facts, name='d\'accord "x"')
-    assert rows(found.text)[r'à \| b "[MASK]"'] == r"`\|` (0.50)"
+    assert rows(found.text)[r'à \| b "[MASK]"'] == r"`\|` (0.50)" and found.data.language == ["de", "pt"]
     assert not read_card(found.content)[1] and "\n# big" not in found.text
     assert r'fill("à | b \"[MASK]\"")' in found.text
     for block in re.findall(r"```python\n(.*?)```", found.text, re.DOTALL):
@@ -219,8 +232,7 @@ def test_the_command_updates_a_runs_folder_which_can_be_published(folder, tmp_pa
     output = tmp_path / "figures.json"
     assert main(["evaluate", str(folder), *options, f"--output={output}"]) == 0
     figures, metrics = json.loads(output.read_text())["models"][0], read_json(folder / "metrics.json")
-    assert own.items() <= metrics.items()
-    assert metrics["eval/others/mlm_loss"] == figures["text"]["mlm_loss"]
+    assert own.items() <= metrics.items() and metrics["eval/others/mlm_loss"] == figures["text"]["mlm_loss"]
     assert metrics["eval_blimp_accuracy"] == figures["blimp"]["accuracy"]
     check_card(folder)
     assert (folder / "README.md").read_text() == render_card(folder)

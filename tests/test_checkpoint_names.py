@@ -192,7 +192,7 @@ def test_words_are_counted_by_each_documents_words_a_token(tmp_path):
 # Runs
 
 
-def test_the_weights_are_those_of_the_step_that_reached_the_words(books, tmp_path):
+def test_the_weights_are_those_of_the_step_that_reached_the_words(books, tmp_path, capsys):
     """Of a run that saves after 600, 1,000 and 1,001 words; 99M are more than it sees. And of one that is stopped."""
     whole, again, stopped = (tmp_path / name for name in ("whole", "run", "stopped"))
     options = (*OPTIONS, "--save_words", "600", "1k", "1_001", "99M")
@@ -206,6 +206,7 @@ def test_the_weights_are_those_of_the_step_that_reached_the_words(books, tmp_pat
     assert not list(again.glob("chck_*"))
     with steps_counted(sigterm_at=step - 1):
         assert command("pretrain", "--corpus", books, "--output_dir", stopped, *SMALL, *options) == 143
-    run(books, stopped, *options, "--resume_from_checkpoint=latest")
+    run(books, stopped, *OPTIONS, "--save_words", "9", *options[-4:], "--resume_from_checkpoint=latest")
+    assert "chck_9, chck_99M not saved" in capsys.readouterr().err
     for seen in whole.glob("chck_*/words_seen.json"):
         assert (stopped / seen.relative_to(whole)).read_text() == seen.read_text()

@@ -249,8 +249,7 @@ def test_the_slurm_script_starts_every_task_and_queues_the_job_again_when_its_ti
     show, *tasks = (tmp_path / "calls").read_text().splitlines()
     assert show == "scontrol show hostnames node[7-8]"
     end = "node7:24567 /shared/hf pretrain|--resume_from_checkpoint|latest|--corpus|my books|--max_steps=3"
-    assert tasks[:2] == [f"0/2 0 {end}", f"1/2 1 {end}"]
-    assert tasks[2:] == (["scontrol requeue 1234567"] if code == 143 else [])
+    assert tasks == [f"0/2 0 {end}", f"1/2 1 {end}", *(["scontrol requeue 1234567"] if code == 143 else [])]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def test_a_parquet_file_holds_each_text_beside_its_vector(encoders, texts, tmp_p
     assert table.schema.field("vector").type.list_size == 24
 
 
-def test_a_parquet_file_keeps_the_columns_of_a_table(encoders, tmp_path, fails):
+def test_a_parquet_file_keeps_the_columns_of_a_table(encoders, tmp_path, fails, monkeypatch):
     (tmp_path / "rows.csv").write_text("id,text,note\n007,the crane,a\n008,a crane,\n")
     embed(str(encoders / "ours"), str(tmp_path / "rows.csv"), EmbedConfig(output=str(tmp_path / "rows.parquet")))
     table = pq.read_table(tmp_path / "rows.parquet")
@@ -110,9 +110,11 @@ def test_a_parquet_file_keeps_the_columns_of_a_table(encoders, tmp_path, fails):
         "note": ["a", ""],
     }
     assert table.column_names == ["id", "text", "note", "vector"]
-    (tmp_path / "mixed.jsonl").write_text('{"text": "a", "x": 1}\n{"text": "b", "x": "one"}\n')
+    monkeypatch.setattr(module, "GROUP_CHARACTERS", 1)
     words = ["embed", encoders / "ours", tmp_path / "mixed.jsonl", "--output", tmp_path / "mixed.parquet"]
-    assert "several kinds" in fails(*words)
+    for more in ('"x": "one"', '"x": 18446744073709551616', '"x": 2, "y": 3'):
+        (tmp_path / "mixed.jsonl").write_text(f'{{"text": "a", "x": 1}}\n{{"text": "b", {more}}}\n')
+        assert "a column holds values of several kinds, or begins after the first rows" in fails(*words)
 
 
 def nearest_shown(said):

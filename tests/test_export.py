@@ -99,8 +99,8 @@ def test_one_head_of_a_pretrained_model_is_exported_alone(trained, tmp_path):
         expected = model(**encoded).logits
     torch.testing.assert_close(run_onnx(folder / FLOAT, encoded)["logits"], expected, atol=1e-4, rtol=0)
     card = (folder / "README.md").read_text()
-    assert "widget" not in card  # the head that filled masks is not there
-    assert f"{(folder / INT8).stat().st_size:,}" in card
+    # The head that filled masks is not there.
+    assert "widget" not in card and f"{(folder / INT8).stat().st_size:,}" in card
 
 
 @pytest.mark.slow

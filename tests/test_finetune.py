@@ -258,7 +258,7 @@ def test_conllu_is_read_and_the_usual_tag_of_each_word_stands_beside_the_figures
         options.append(f"--{split}_file={tmp_path / split}.conllu")
     out = tmp_path / "out"
     metrics = finetune(trained, out, "--task=token-classification", *options, "--max_steps=1")
-    assert read_json(out / "run_config.json")["data"]["labels"] == ["DET", "NOUN", "VERB"]
+    assert read_json(out / "run_config.json")["learnt"]["classes"] == ["DET", "NOUN", "VERB"]
     known = metrics["know_nothing"]
     assert known["test"]["figures"] == pytest.approx({"accuracy": 2 / 3})
     assert known["validation"]["figures"] == {"accuracy": 1.0}
@@ -282,7 +282,7 @@ def test_losses_are_means_over_labels_however_rows_are_batched(task, rows, train
 
 @pytest.mark.parametrize(
     "classes, labels",
-    [(["$5_$10", "a"], ["$5_$10", "a"]), (["不良", "a"], ["0", "1"]), (list(map(str, range(31))), None)],
+    [(["$5_$10", "accuracy"], ["$5_$10", "accuracy"]), (["不良", "a"], ["0", "1"]), (list(map(str, range(31))), None)],
 )
 @pytest.mark.filterwarnings("error")
 def test_any_name_of_a_class_can_be_drawn_and_many_classes_are_not(classes, labels, tmp_path, monkeypatch):
@@ -290,6 +290,8 @@ def test_any_name_of_a_class_can_be_drawn_and_many_classes_are_not(classes, labe
     monkeypatch.setattr(
         Figure, "savefig", lambda self, *rest, **more: (figures.append(self), savefig(self, *rest, **more))
     )
+    report = metrics.report_by_class(classes[:2], [classes[1]] * 2, classes).items()
+    assert sum(isinstance(row, dict) and "avg" not in name for name, row in report) == len(classes)
     shown = metrics.draw_confusion(classes[:2], [classes[1]] * 2, classes, "rows of $1 or $2", tmp_path)
     if labels is None:
         assert shown == {} and not figures

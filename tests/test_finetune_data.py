@@ -214,6 +214,11 @@ WRONG = {
         {"train": 'text,label\na,"x,y"\nb,"x,y"\n'},
         ["'x', 'y'"],
     ),
+    "numbers from 1 for the labels of a named task": (
+        "sst2",
+        {"train": "sentence,label\na,1\nb,2\nc,1\n"},
+        ["column 'label' has '2' beside labels of --task sst2, 'negative', 'positive'"],
+    ),
     "an unknown label of several": (
         "multi_label_classification",
         {"train": 'text,label\na,"x,y"\nb,x\n', "validation": "text,label\na,z\n"},
@@ -338,7 +343,7 @@ def test_the_head_of_another_task_is_drawn_anew(labels, trained, tmp_path):
 def command(tmp_path_factory):
     """The options of a short run with a constant rate, on files."""
     folder = tmp_path_factory.mktemp("rows")
-    options = file_options(folder, train=rows_of(20, 0), validation=rows_of(20, 1))
+    options = file_options(folder, train=rows_of(20, 0), validation=rows_of(20, 1), test=rows_of(8, 2))
     return ["--task=classification", *options, "--max_steps=1", "--lr_scheduler_type=constant"]
 
 
@@ -378,8 +383,12 @@ def test_a_finished_run_is_replaced_or_gets_further_seeds(finished, command, tra
     whole = finetune(trained, tmp_path / "whole", *command, "--num_seeds=3")
     assert whole["mean"] == metrics["mean"] and whole["kept_seed"] == metrics["kept_seed"]
     other = f"--validation_file={write_table(tmp_path / 'other.csv', rows_of(20, 7))}"
-    for options, said in (
-        ([], "num_seeds was 3"),
-        ([other, "--num_seeds=4"], "the fingerprint of the validation rows was"),
+    for words, said in (
+        (command, "num_seeds was 3"),
+        ([*command, other, "--num_seeds=4"], "the fingerprint of the validation rows was"),
+        (
+            [*(word for word in command if "test_file" not in word), "--num_seeds=3"],
+            "the fingerprint of the test rows was",
+        ),
     ):
-        assert said in fails("finetune", trained, *command, *options, f"--output_dir={folder}", go_on)
+        assert said in fails("finetune", trained, *words, f"--output_dir={folder}", go_on)

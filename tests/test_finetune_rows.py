@@ -50,8 +50,7 @@ def test_classes_are_in_the_order_of_their_numbers_or_names(labels, classes, tmp
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     for path in (write_table(tmp_path / "rows.jsonl", rows), tmp_path / "rows.json"):
         task, splits = load(path, "text-classification")
-        assert task.classes == classes
-        assert labels_of(splits["train"]) == [str(label) for label in labels * 2]
+        assert (task.classes, labels_of(splits["train"])) == (classes, [str(label) for label in labels * 2])
 
 
 def chosen(label, names, place):
@@ -129,10 +128,9 @@ def test_words_that_pandas_reads_as_empty_are_classes_in_a_folder_of_csv(tmp_pat
 
 def test_each_of_several_label_columns_is_a_label_also_without_a_one(tmp_path):
     rows = [{"text": f"t{n}", "toxic": n % 2, "insult": n % 3 % 2, "threat": 0} for n in range(6)]
-    task, splits = load(
-        write_table(tmp_path / "rows.csv", rows), "multilabel", label_column=["toxic", "insult", "threat"]
-    )
-    assert task.settings["id2label"] == {0: "toxic", 1: "insult", 2: "threat"}
+    options = {"test_file": str(write_table(tmp_path / "test.csv", [rows[0]])), "label_column": [*rows[0]][1:]}
+    task, splits = load(write_table(tmp_path / "rows.csv", rows), "multilabel", **options)
+    assert task.settings["id2label"] == {0: "toxic", 1: "insult", 2: "threat"} and splits["test"].is_labelled
     assert task.targets(splits["train"])[1].tolist() == [1, 1, 0]
 
 
@@ -212,8 +210,7 @@ def test_rows_are_held_out_by_class_and_no_class_loses_all_of_its_rows(task, tmp
 def test_a_small_share_of_many_classes_is_held_out_as_it_was_asked_for(tmp_path):
     path = write_table(tmp_path / "rows.jsonl", labelled(*(str(number % 100) for number in range(300))))
     _, splits = load(path, "text-classification", validation_share=0.1)
-    assert len(splits["validation"].rows) == 30
-    assert max(Counter(labels_of(splits["validation"])).values()) == 1
+    assert len(splits["validation"].rows) == 30 and max(Counter(labels_of(splits["validation"])).values()) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -284,7 +281,8 @@ def test_squads_nested_json_is_the_flat_form(tmp_path):
     rows = answer_rows(20, 0, unanswerable=0.5)
     labels = [list(zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)) for row in rows]
     for name, content in (("nested", squad_json(rows)), ("list", rows), ("data", {"data": rows})):
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        # with half of a character
+        (tmp_path / f"{name}.json").write_text(json.dumps(content).replace('"id"', r'"half": "\ud83d", "id"'))
     write_table(tmp_path / "flat.jsonl", rows)
     write_table(tmp_path / "flat.csv", [{**row, "answers": json.dumps(row["answers"])} for row in rows])
     for row in rows:  # as pandas writes whole numbers beside missing ones
@@ -292,8 +290,9 @@ def test_squads_nested_json_is_the_flat_form(tmp_path):
     write_table(tmp_path / "floats.jsonl", rows)
     for name in ("nested.json", "list.json", "data.json", "flat.jsonl", "flat.csv", "floats.jsonl"):
         _, splits = load(tmp_path / name, "question-answering")
-        assert [(row.cells["id"], row.texts, row.label) for row in splits["train"].rows] == [
-            (row["id"], (row["question"], row["context"]), label) for row, label in zip(rows, labels, strict=True)
+        assert [(row.cells["id"], row.cells.get("half", "\ufffd"), *row[2:]) for row in splits["train"].rows] == [
+            (row["id"], "\ufffd", (row["question"], row["context"]), label)
+            for row, label in zip(rows, labels, strict=True)
         ]
 
 

@@ -72,8 +72,7 @@ def test_the_numbers_of_neighbouring_keys_and_positions_are_uncorrelated():
     numbers, other = (
         random_numbers(random_keys(key, np.arange(2000))[:, None], np.arange(500)) for key in ([1, 2], [1, 3])
     )
-    assert abs(numbers.mean() - 0.5) < 4 / np.sqrt(12 * numbers.size)
-    assert numbers.min() >= 0 and numbers.max() < 1
+    assert abs(numbers.mean() - 0.5) < 4 / np.sqrt(12 * numbers.size) and numbers.min() >= 0 and numbers.max() < 1
     for one, another in ((numbers[1:], numbers[:-1]), (numbers[:, 1:], numbers[:, :-1]), (numbers, other)):
         assert abs(np.corrcoef(one.ravel(), another.ravel())[0, 1]) < 4 / np.sqrt(one.size)
 

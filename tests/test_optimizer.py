@@ -137,8 +137,7 @@ def test_the_model_has_the_averages_inside_the_context_and_its_own_weights_after
         assert all(parameter.requires_grad for parameter in model.parameters())
         if not isinstance(error, contextlib.nullcontext):
             raise KeyError
-    assert torch.equal(bits(), before)
-    assert torch.equal(parameters_to_vector(average.averages.values()), averages)
+    assert torch.equal(bits(), before) and torch.equal(parameters_to_vector(average.averages.values()), averages)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -133,8 +133,7 @@ def test_no_token_is_in_two_segments_and_every_pair_fits(case):
     assert (a + b <= np.where(b > 0, capacity, capacity + SPECIALS_IN_A_PAIR - SPECIALS_IN_A_SEGMENT)).all()
     assert max(times.max() for times in covered(corpus, pairs)) <= 1
     for pair in pairs:
-        assert pair["a_end"] <= corpus.ends[pair["a_document"]][-1]
-        assert pair["b_end"] <= corpus.ends[pair["b_document"]][-1]
+        assert all(pair[f"{side}_end"] <= corpus.ends[pair[f"{side}_document"]][-1] for side in "ab")
 
 
 @given(any_pairs())

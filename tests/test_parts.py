@@ -63,8 +63,7 @@ def test_parts_hold_the_documents_and_tokens_of_their_texts_in_order(parts, text
     # Each part holds out some of its own documents, and the order within each is that of the text.
     assert train == [ids for part in each for ids in documents(part)[0]]
     assert together.train.source_ends == list(itertools.accumulate(len(part.train) for part in each))
-    assert together.text_fingerprint == whole.text_fingerprint
-    assert together.reading == whole.reading
+    assert (together.text_fingerprint, together.reading) == (whole.text_fingerprint, whole.reading)
     for name in ("characters", "unknown_characters", "dropped_marks"):
         assert together.account[name] == sum(part.account[name] for part in each)
     assert together.corpus_name == "text-0, text-1, text-2, text-3"
@@ -82,6 +81,13 @@ def test_parts_are_joined_in_their_order_with_their_languages_and_datasets(texts
     assert one.token_options["language"] == "de, en" and one.hub_datasets == ["de", "both", "en"]
     assert one.train.source_ends[0] + other.train.source_ends[0] == len(one.train) == len(other.train)
     assert documents(one)[0][: one.train.source_ends[0]] == documents(other)[0][other.train.source_ends[0] :]
+
+
+def test_the_lines_of_a_log_beside_books_are_not_all_that_is_held_out(tmp_path):
+    books = {f"book-{number}.txt": "\n".join(rows_of(1000 * number, 1000 * number + 400)) for number in (1, 2, 3)}
+    write_files(tmp_path, {**books, "notes.log": "\n".join(f"note {number} of a day" for number in range(100))})
+    text = prepare(TextConfig(corpus=[str(tmp_path)], vocab_size=300))
+    assert 0.04 < len(text.held_out.ids) / (len(text.held_out.ids) + len(text.train.ids)) < 0.1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

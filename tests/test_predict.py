@@ -77,10 +77,14 @@ def test_texts_in_lines_and_from_a_pipe_are_predicted_as_by_the_pipeline(classif
         assert row["prediction"] == answers[0]["label"]
         for answer in answers:
             assert float(row[f"probability of {answer['label']}"]) == pytest.approx(answer["score"], abs=1e-5)
-    as_json = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    # A second column is no second text, as the training rows had none.
+    as_json = "".join(json.dumps({"text": text, "text_pair": text[::-1]}) + "\n" for text in texts)
     for number, said in enumerate(("\n".join(texts), as_json)):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(said.encode())))
-        assert read_csv(predict(classifier, "-", tmp_path / f"piped-{number}.csv")) == lines
+        predict(classifier, "-", tmp_path / f"{number}.csv")
+        assert [{name: row[name] for name in lines[0]} for row in read_csv(tmp_path / f"{number}.csv")] == lines
+    again = predict(classifier, predict(classifier, tmp_path / "1.csv", tmp_path / "2.csv"), tmp_path / "3.csv")
+    assert {name.count(" (predicted)") for name in read_csv(again)[0]} == {0, 1, 2}
 
 
 def test_excel_opens_the_csv_and_columns_of_other_names_are_found(classifier, tmp_path, fails):
@@ -90,9 +94,8 @@ def test_excel_opens_the_csv_and_columns_of_other_names_are_found(classifier, tm
         line = fails("predict", classifier, tmp_path / "letters.csv", "--output", tmp_path / "out.csv")
         assert all(word in line for word in words) and not (tmp_path / "out.csv").exists()
     out = predict(classifier, tmp_path / "letters.csv", tmp_path / "out.csv", "--text_column=Brief", "--excel")
-    content = out.read_bytes().decode("utf-8-sig")
     assert out.read_bytes().startswith(b"\xef\xbb\xbf")
-    (row,) = csv.DictReader(io.StringIO(content), delimiter=";")
+    (row,) = csv.DictReader(io.StringIO(out.read_bytes().decode("utf-8-sig")), delimiter=";")
     assert row["Brief"] == "Then Ännchen sold the apple" and row["prediction"] in ("anna", "boris")
     assert 0 < float(row["probability"].replace(",", ".")) <= 1 and "." not in row["probability"]
     (tmp_path / "empty.txt").write_text("\n")

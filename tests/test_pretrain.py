@@ -280,8 +280,7 @@ def test_the_folder_of_an_unfinished_run_is_refused_with_its_last_checkpoint(
     file.write_text("text,label\n" + "Anna walked to the garden.,yes\nBoris lost the drum.,no\n" * 20)
     places = {"RUN": unfinished, "BOOKS": books, "FILE": file, "OUT": tmp_path / "out"}
     line = fails(*(re.sub("RUN|BOOKS|FILE|OUT", lambda name: str(places[name[0]]), word) for word in words.split()))
-    assert "model_type" not in line
-    assert str(unfinished) in line
+    assert "model_type" not in line and str(unfinished) in line
     assert "checkpoint-3" in line or "--resume_from_checkpoint" in line
 
 

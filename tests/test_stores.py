@@ -157,8 +157,7 @@ def test_tokenizing_word_by_word_equals_tokenizing_the_sentence(sentences, rules
     assert encode.by_word
     encode.by_word = False
     ids, lengths, words = whole = encode(sentences)
-    assert words.tolist() == [len(sentence.split()) for sentence in sentences]
-    assert len(ids) == lengths.sum()
+    assert words.tolist() == [len(sentence.split()) for sentence in sentences] and len(ids) == lengths.sum()
     encode.by_word, encode.known = True, {}
     for _ in range(2):  # in the first round the words are new, in the second they are cached
         for found, expected in zip(encode(sentences), whole, strict=True):

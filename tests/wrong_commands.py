@@ -114,6 +114,8 @@ AT_ONCE = [
     ("evaluate run --blimp hollow-pairs", "hollow-pairs"),
     ("evaluate run --blimp long-pairs", "64"),
     ("evaluate run --corpus latin.txt --max_seq_length 65", "max_seq_length 65"),
+    ("pretrain --corpus books --output_dir books/out", "lies in the text"),
+    ("prepare --corpus run", "a model, where text is wanted"),
     # Datasets and validation texts.
     ("pretrain --dataset nowhere", "nowhere"),
     ("pretrain --dataset some/data:en", "some/data"),

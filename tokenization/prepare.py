@@ -156,7 +156,7 @@ def check_unknown_share(name: str, account: dict, run: TextConfig) -> None:
 
 def _add_validation(prepared, sources, run):
     """Read and tokenize the validation text like the training text, and count the documents that are in both."""
-    name, text = read_sources(sources, prepared.token_options["language"])
+    name, text = read_sources(sources, (prepared.token_options["language"] or "").partition(",")[0] or None)
     documents, in_both = text.documents_in(prepared.train.hashes)
     _hold_out(prepared, text.part(), run, f"validation text {name}")
     prepared.validation = {

@@ -1,6 +1,7 @@
 """Documents as paragraphs, and their sources; splits them into sentences, and groups sentences into blocks."""
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -62,35 +63,34 @@ class Block:
     sentences: list[str]
 
 
-def split_sentences(
-    documents: Iterable[Document], language: str = "en", counts: Counter | None = None
-) -> Iterator[Block]:
+def split_sentences(documents: Iterable[Document], language: str, counts: Counter) -> Iterator[Block]:
     """
     Split documents into sentences with `sentencex`, unless their lines are sentences, and yield them in blocks.
 
     A block ends at the end of a paragraph (see `BLOCK_SENTENCES`); in a very long paragraph, at the end of a sentence.
-    The first documents begin with smaller blocks, so that a corpus of one short document can be split, too. Sentences
-    longer than `LONGEST_SENTENCE` are cut between words. Documents without a sentence get no number.
+    The first documents and long ones begin with smaller blocks, so that a corpus of one short document can be split,
+    too, and a long document has the same blocks beside few others and beside many. Sentences longer than
+    `LONGEST_SENTENCE` are cut between words. Documents without a sentence get no number.
 
     Args:
         language: ISO 639 code of the language whose rules `sentencex` applies.
         counts: increased by the numbers of documents, paragraphs, characters, sentences, and sentences that were cut.
     """
-    counts = Counter() if counts is None else counts
     number = 0
     for document in documents:
         counts["documents"] += 1
         before = counts["sentences"]
-        for sentences in _blocks(document, language, counts, number < FEWEST_DOCUMENTS):
+        for sentences in _blocks(_pieces(document, language, counts), number < FEWEST_DOCUMENTS):
             counts["sentences"] += len(sentences)
             yield Block(number, document.source, sentences)
         number += counts["sentences"] > before
 
 
-def _blocks(document, language, counts, is_divided):
-    """The sentences of each block; if the document `is_divided`, its first blocks are small."""
-    sentences, before = [], 0 if is_divided else 4 * BLOCK_SENTENCES
-    for piece in _pieces(document, language, counts):
+def _blocks(pieces, is_divided):
+    """The sentences of each block of a document's pieces; if it `is_divided` or long, its first blocks are small."""
+    first = list(itertools.islice(pieces, 2 * BLOCK_SENTENCES))
+    sentences, before = [], 0 if is_divided or len(first) == 2 * BLOCK_SENTENCES else 4 * BLOCK_SENTENCES
+    for piece in itertools.chain(first, pieces):
         smallest = min(BLOCK_SENTENCES, 1 + before // 4)
         if len(sentences) >= (smallest if piece is None else 2 * smallest):
             yield sentences

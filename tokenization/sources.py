@@ -143,10 +143,11 @@ def _is_binary(file):
 def _files_below(folder, seen):
     """All files in a folder and its subfolders but hidden ones. Links to folders are followed, each folder once."""
     seen.add(os.path.realpath(folder))
-    if any((folder / name).exists() for name in (PREPARED_FILE, "hashes.bin")):  # also without its record
+    # A prepared folder, also without its record, or a model, whose vocabulary and card are no text.
+    if any((folder / name).exists() for name in (PREPARED_FILE, "hashes.bin", "tokenizer_config.json")):
         raise UserError(
-            f"{folder}: a prepared folder, where text is wanted; give text (pretrain alone takes prepared folders, "
-            f"each with its {PREPARED_FILE}, and none beside text)"
+            f"{folder}: a prepared folder or a model, where text is wanted; take it out, or give text alone (pretrain "
+            f"takes prepared folders, each with its {PREPARED_FILE}, and none beside text)"
         )
     for path in (path for path in folder.iterdir() if not path.name.startswith(".")):
         if not path.is_dir():

@@ -194,7 +194,7 @@ def table_rows(file: Path, column: str | None = None, separator: str = "auto") -
         column: the column that will be used, so that others need not be read; None for all.
         separator: between the cells of a line: `,`, `;`, `tab` or `pipe`. `auto` is the tab in TSV; in CSV it is the
             one that a first line such as `sep=;` gives, as Excel writes it, or that stands most often in the first
-            line, and is logged if it is not the comma. Rows whose cells are all empty are left out.
+            line, and is logged if it is not the comma. Rows of several cells are left out if all are empty.
 
     Raises:
         ValueError: the file is damaged or has no such column; the message says in which line and what to do.
@@ -262,7 +262,8 @@ def _cell_rows(file, column, separator, is_tsv):
     names, number = None, 1  # the line at which a row begins
     try:
         for row in reader:
-            is_filled = any(map(str.strip, row))  # Excel writes rows of empty cells behind the last one
+            # Excel writes rows of empty cells behind the last one. Of one column an empty cell in quotes is a row.
+            is_filled = any(map(str.strip, row)) or len(row) == len(names or ()) == 1
             if row and declared:
                 declared = None
             elif row and names is None:

@@ -117,6 +117,13 @@ def check_options(architecture: D2lBertConfig, run: PretrainConfig) -> list[str]
         ),
         f"max_seq_length ({run.max_seq_length}) is beyond the model's positions ({positions}); lower it, or raise "
         f"max_position_embeddings of a fresh model": (run.max_seq_length > positions),
+        **{
+            f"output_dir {folder} lies in the text {path}, and would be read as text; name one outside": (
+                Path(path).is_dir() and folder.resolve().is_relative_to(Path(path).resolve())
+            )
+            for folder in [run_folder.folder_of(run)]
+            for path in run.text_paths()
+        },
         # The number of sources in a prepared folder is known after reading.
         f"source_weights: {len(run.source_weights)} weights for {sources} sources; give one for each": (
             run.source_weights and len(run.source_weights) != sources and not corpus_is_prepared(run)
@@ -244,9 +251,12 @@ def train(
             )
             devices.shut_down(accelerator)
             raise SystemExit(128 + stop.agreed_signal)  # 143 after SIGTERM, 130 after Ctrl-C
-    if words.waiting:
-        missing = ", ".join(map(checkpoint.folder_name, words.waiting))
-        logger.warning(f"save_words: the run has seen {words.seen:,.0f} words, so it has not saved {missing}")
+    named = map(checkpoint.folder_name, checkpoint.word_marks(run.save_words))
+    if missing := ", ".join(name for name in named if not (folder / name).exists()):
+        logger.warning(
+            f"save_words: {missing} not saved: the run was beyond that when it was given, or has ended before, after "
+            f"{words.seen:,.0f} words"
+        )
     model = learner.full_model(averaged=True)
     metrics = {
         **log.held_out_metrics(),

@@ -89,7 +89,7 @@ def find_max_steps(run: PretrainConfig, text: PreparedText, learner: Learner, he
         steps = TrainingSteps(run, text, PROVISIONAL_STEPS, ranks, learner.accelerator.device.type == "cuda")
     if run.num_train_epochs is not None:
         epochs_a_step = steps.epochs() / PROVISIONAL_STEPS
-        return math.ceil(run.num_train_epochs / epochs_a_step - 1e-6)  # not a step more for a rounding error
+        return max(1, math.ceil(run.num_train_epochs / epochs_a_step - 1e-6))  # not a step more for a rounding error
     step_seconds = time_steps(learner, steps)[0] / PROVISIONAL_STEPS
     learner.reset_optimizers()
     start = time.monotonic()

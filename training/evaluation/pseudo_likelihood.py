@@ -190,4 +190,4 @@ def print_line_scores(model: MaskedModel, config: EvaluateConfig, accelerator: A
                 f"{number}",
             ]
             if accelerator.is_main_process:
-                print(*shown, line.replace("\t", " "), sep="\t")
+                print(*shown, line.translate(dict.fromkeys(b"\t\r\n", " ")), sep="\t")

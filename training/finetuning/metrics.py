@@ -231,7 +231,8 @@ def report_by_class(true, predicted, names: list[str]) -> dict:
         true,
         predicted,
         labels=columns if np.ndim(true) == 2 else names,
-        target_names=names,
+        # scikit-learn has averages with such names in the same dict.
+        target_names=[f"{name} (class)" if name.endswith(" avg") or name == "accuracy" else name for name in names],
         output_dict=True,
         zero_division=0.0,
     )

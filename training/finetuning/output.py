@@ -61,9 +61,9 @@ def start_folder(config: FinetuneConfig, folder: Path, record: dict) -> None:
     if before:
         seeds, way_out = before["finetune"]["num_seeds"], "or start a new run in another folder"
         cases = {
-            f"{name} was {before['identity'].get(name)!r} when the run was started, and is {value!r} now; give the "
-            f"same, {way_out}": before["identity"].get(name) != value
-            for name, value in record["identity"].items()
+            f"{name} was {old!r} when the run was started, and is {new!r} now; give the same, {way_out}": old != new
+            for name in before["identity"] | record["identity"]
+            for old, new in [(before["identity"].get(name), record["identity"].get(name))]
             if name != "num_seeds"
         }
         cases[f"num_seeds was {seeds}; give as many or more, {way_out}"] = config.num_seeds < seeds
@@ -123,7 +123,6 @@ def make_record(run) -> dict:
                 "test_is_labelled": "test" in run.measured(),
                 "shared_with_training": {name: split.shared for name, split in splits.items() if name != "train"},
                 "hub_datasets": [dataset.partition(":")[0]] if is_on_hub else [],
-                "labels": task.classes or None,
                 "has_pairs": len(task.columns) > 2,  # beside the column of labels, several
                 "has_unanswerable": task.has_unanswerable,
             },
@@ -198,7 +197,11 @@ def write_table(path: Path, split: Split, predicted: dict[str, list], is_for_exc
     Raises:
         UserError: a column of a Parquet file has values of several kinds.
     """
-    predicted = {f"{name} (predicted)" if name in split.columns else name: v for name, v in predicted.items()}
+    # Columns of the rows keep their names, also those that an earlier `predict` has left.
+    predicted = {
+        next(new for n in range(len(split.columns) + 1) if (new := name + n * " (predicted)") not in split.columns): of
+        for name, of in predicted.items()
+    }
     rows = [
         {**{column: row.cells.get(column) for column in split.columns}, **dict(zip(predicted, more, strict=True))}
         for row, *more in zip(split.rows, *predicted.values(), strict=True)
@@ -207,8 +210,8 @@ def write_table(path: Path, split: Split, predicted: dict[str, list], is_for_exc
     if path.suffix == ".jsonl":
         path.write_text("".join(f"{as_json(row)}\n" for row in rows), encoding="utf-8")
     elif path.suffix == ".parquet":
-        way_out = "make each column of one kind, or write .jsonl"
-        with messages.explained(f"{split.label}: a column has values of several kinds", way_out, pa.ArrowException):
+        what = f"{split.label}: a column has values of several kinds, or whole numbers of more than 63 bits"
+        with messages.explained(what, "make them one kind, or write .jsonl", pa.ArrowException, OverflowError):
             pq.write_table(pa.Table.from_pylist(rows), path)
     else:
         with path.open("w", encoding="utf-8-sig" if is_for_excel else "utf-8", newline="") as file:
@@ -301,8 +304,9 @@ def results_text(run, metrics: dict) -> str:
             lines.append(f"  {comparison}")
     steps = metrics["seeds"][0]["steps"]
     # Of 264 letters: after 36 steps a model tells three classes half of the time, after 180 four fifths.
-    is_short = steps < 200 and not (run.config.num_train_epochs or run.config.max_steps)
-    few = f"; {steps} steps are few: try --num_train_epochs 20" if is_short else ""
+    few = f"; {steps} steps are few: try --num_train_epochs 20" * (
+        steps < 200 and not (run.config.num_train_epochs or run.config.max_steps)
+    )
     lines.append(
         f"trained in {metrics['train_seconds']:,.0f} s; the model of seed {metrics['kept_seed']} with rate "
         f"{metrics['learning_rate']:g} is in {run.folder}{few}"

@@ -36,20 +36,23 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
     messages.refuse_first(
         {
             f"{name}: no run_config.json of d2l-bert finetune says what it predicts; give a model that was fine-tuned "
-            f"with it": "learnt" not in record
+            f"with it": "columns" not in record.get("learnt", {})
         }
     )
     known = FinetuneConfig(**record["finetune"])
     given = {option: value for option, value in vars(config).items() if value and hasattr(known, option)}
     task = trainer.CLASSES[known.task_type](dataclasses.replace(known, model=name, **given))
     vars(task).update(record["learnt"])
+    task.columns |= {
+        option: names if isinstance(names, list) else [names]
+        for option, names in given.items()
+        if option in task.usual_columns
+    }
     with tempfile.TemporaryDirectory() as scratch:
         if file == STDIN:
             file = str(Path(scratch, "standard input"))
             Path(file).write_bytes(sys.stdin.buffer.read())
-        text_column = task.config.text_column or task.usual_columns.get("text_column", ("text",))[0]
-        split = splits.read_file(file, "FILE", config.separator, text_column)
-        task.find_columns(split)
+        split = splits.read_file(file, "FILE", config.separator, task.columns.get("text_column", ["text"])[0])
         task.check_columns(split, has_labels=False)
         task.columns["label_column"], task.label = [None], None  # no row has such a column: labels are not read
         split.rows = splits.usable(split, task.read)

@@ -105,13 +105,18 @@ def read_file(path: str, option: str, separator: str = "auto", text_column: str 
                 texts = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
                 rows = [(f"line {number:,}", {text_column: line}) for number, line in texts]
     refuse_first({f"{label}: has no rows; give a file with rows": not rows})
-    rows = list(itertools.starmap(Row, rows))
-    return Split(label=label, name=folders.base_name(path), rows=rows, fingerprint=folders.content_hash(file)[:16])
+    return Split(
+        label=label,
+        name=folders.base_name(path),
+        rows=list(itertools.starmap(Row, rows)),
+        fingerprint=folders.content_hash(file)[:16],
+    )
 
 
 def _json_rows(text) -> Iterator[dict]:
     """The rows of a list of objects, or of SQuAD's nested form."""
-    content = json.loads(text)
+    # A character in place of half a one: answers begin where they did.
+    content = json.loads(tables.HALF_CHARACTER.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], text))
     for entry in content["data"] if isinstance(content, dict) else content:
         if not isinstance(entry, dict):
             raise ValueError(f"{entry!r:.40} is no object; write a list of objects")
@@ -234,7 +239,10 @@ def load_splits(config: FinetuneConfig, task: Task) -> dict[str, Split]:
                 for cells in missing:
                     cells[column] = None
         split.rows = usable(split, task.read)
-        split.is_labelled = any(row.label not in (None, []) for row in split.rows)
+        # A row without a label is labelled where each label has a column of 0 and 1.
+        split.is_labelled = any(
+            row.label is not None and (row.label != [] or task.columns["label_column"][1:]) for row in split.rows
+        )
         refuse_first(
             {
                 f"{split.label}: column {task.label!r} is empty; the {name} rows need labels": (

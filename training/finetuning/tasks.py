@@ -21,8 +21,11 @@ ROWS_AT_ONCE = 100
 # Columns that need not be there.
 OPTIONAL = ("text_pair_column", "context_column", "question_column")
 
-# The attributes, of one task or another, that `learn` sets.
-LEARNT = ("classes", "number_of", "mean", "deviation", "default", "scheme", "has_unanswerable", "count", "begin")
+# The attributes, of one task or another, that `find_columns` and `learn` set.
+LEARNT = (
+    *("columns", "first", "classes", "number_of", "mean", "deviation", "default", "scheme", "has_unanswerable"),
+    *("count", "begin"),
+)
 
 
 class Row(NamedTuple):

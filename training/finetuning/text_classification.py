@@ -68,12 +68,16 @@ class TextClassification(TextTask):
 
     def learn(self, train):
         found = {row.label for row in train.rows} - {None}
-        known = self.known if found <= set(self.known) else None
-        self.learn_classes(train, found, train.class_names.get(self.label) or known)
+        named, others = train.class_names.get(self.label), sorted(found.difference(self.known))
+        self.learn_classes(train, found, named or (None if others else self.known))
         refuse_first(
             {
+                f"{train.label}: column {self.label!r} has {tasks.listed(others)} beside labels of --task "
+                f"{self.config.task}, {tasks.listed(self.known)}; write these names, or their numbers from 0": (
+                    not named and 0 < len(others) < len(found)
+                ),
                 f"{train.label}: every row has a label of its own in column {self.label!r}; name the column of "
-                f"classes with --label_column": len(self.classes) == len(train.rows) > 2
+                f"classes with --label_column": len(self.classes) == len(train.rows) > 2,
             }
         )
 

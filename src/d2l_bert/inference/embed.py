@@ -208,12 +208,14 @@ def vector_file(output: Path, size: int) -> Iterator[Callable[[Sequence[dict], n
 
             def append(cells, vectors):
                 nonlocal writer
-                names = writer.schema.names if writer else dict.fromkeys(name for row in cells for name in row)
+                names = dict.fromkeys(name for row in [writer.schema.names if writer else [], *cells] for name in row)
                 columns = {name: [row.get(name) for row in cells] for name in names}
                 columns[VECTOR] = pa.FixedSizeListArray.from_arrays(vectors.ravel(), size)
-                what = f"{output}: a column holds values of several kinds"
-                with messages.explained(what, "make them one kind, or give --output FILE.npy", pa.ArrowException):
-                    table = pa.table(columns, schema=writer and writer.schema)
+                what = f"{output}: a column holds values of several kinds, or begins after the first rows"
+                with messages.explained(
+                    what, "make rows alike, or give --output FILE.npy", pa.ArrowException, OverflowError, KeyError
+                ):
+                    table = pa.table(columns, schema=writer and pa.schema(map(writer.schema.field, columns)))
                 writer = writer or stack.enter_context(pq.ParquetWriter(partial, table.schema, compression="zstd"))
                 writer.write_table(table)
 
