@@ -84,7 +84,7 @@ def test_parts_are_joined_in_their_order_with_their_languages_and_datasets(texts
 
 
 def test_the_lines_of_a_log_beside_books_are_not_all_that_is_held_out(tmp_path):
-    books = {f"book-{number}.txt": "\n".join(rows_of(1000 * number, 1000 * number + 400)) for number in (1, 2, 3)}
+    books = {f"book-{number}.txt": "\n\n".join(rows_of(1000 * number, 1000 * number + 400)) for number in (1, 2, 3)}
     write_files(tmp_path, {**books, "notes.log": "\n".join(f"note {number} of a day" for number in range(100))})
     text = prepare(TextConfig(corpus=[str(tmp_path)], vocab_size=300))
     assert 0.04 < len(text.held_out.ids) / (len(text.held_out.ids) + len(text.train.ids)) < 0.1
