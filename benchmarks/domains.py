@@ -21,6 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
+from d2l_bert.messages import counted
+
 
 # Of the texts in the order of their years: every fifth is held out, in turns to validate and to test.
 HELD_OUT = 5
@@ -45,7 +47,7 @@ def write_text(folder: Path, texts: dict[str, list[str]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, lines in texts.items():
         (folder / f"{name}.txt").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    print(f"{folder}: {len(texts)} files, {sum(map(len, texts.values())):,} lines")
+    print(f"{folder}: {counted(len(texts), 'file')}, {sum(map(len, texts.values())):,} lines")
 
 
 def sentences(file: Path) -> list[tuple[str, dict]]:

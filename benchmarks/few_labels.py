@@ -43,7 +43,7 @@ DATA_SETS = {
     "ewt-pos": ("token-classification", (50, 100, 200, 500, 1500), {}),
     "trec": ("text-classification", (50, 100, 200, 500, 1500, 4900), WORDS),
     "icelandic": ("token-classification", (50, 100, 200, 500, 1500), {}),
-    "molecules": ("text-classification", (50, 100, 200, 500, 900), CHARACTERS),
+    "molecules": ("text-classification", (50, 100, 200, 500), CHARACTERS),
 }
 
 

@@ -27,7 +27,7 @@ html_theme, html_title = "furo", "d2l-bert"
 html_static_path, html_css_files = ["site.css"], ["site.css"]
 
 # The sidebar: a toctree below the front page, which is the README.
-WAYS = ("my-own-text", "a-language", "logs-and-tables", "comparing-objectives", "on-a-mac")
+WAYS = ("my-own-text", "a-language", "logs-and-tables", "going-on", "comparing-objectives", "on-a-mac")
 GUIDES = (
     "data",
     "training",
@@ -42,7 +42,7 @@ GUIDES = (
     "questions",
 )
 SIDEBAR = {
-    "Ways": [f"docs/ways/{page}" for page in WAYS],
+    "Ways": [*(f"docs/ways/{page}" for page in WAYS), "docs/domains"],
     "Guides": [f"docs/{page}" for page in GUIDES],
     "The book": ["docs/d2l", "docs/notebooks/README", "docs/notebooks/[0-9]*"],
     "Reference": ["docs/commands", "docs/api"],

@@ -259,6 +259,7 @@ OPTIONS = [  # options, words of the error line
     ("--task sst2 --learning_rate 1e-4 1e-3 --validation_share 0", ["need validation rows to choose"]),
     ("--task sst2 --early_stopping_patience 1 --validation_share 0", ["early_stopping_patience needs validation"]),
     ("--task sst2 --num_train_epochs 2 --max_steps 3", ["num_train_epochs and max_steps contradict each other"]),
+    ("--task sst2 --eval_steps 4 --max_steps 3", ["eval_steps 4 is beyond max_steps 3"]),
     ("--task sst2 --warmup_steps 2 --warmup_ratio 0.1", ["warmup_ratio and warmup_steps contradict"]),
     ("--task sst2 --num_seeds 0", ["num_seeds", "got 0"]),
     ("--task sst2 --hidden_dropout_prob 1", ["hidden_dropout_prob"]),
