@@ -336,8 +336,9 @@ class FinetuneConfig(Options):
                     ("bf16", "fp16"),
                 )
             },
-            f"eval_steps {self.eval_steps} is beyond max_steps {self.max_steps}: no checkpoint would be evaluated; lower "
-            f"it": (self.eval_steps or 0) > (self.max_steps or math.inf),
+            f"eval_steps {self.eval_steps} is beyond max_steps {self.max_steps}: nothing is evaluated; lower it": (
+                (self.eval_steps or 0) > (self.max_steps or math.inf)
+            ),
             **{
                 f"{name} needs validation rows; give --validation_file, or leave {name} out": (
                     name in given and not self.validates()
