@@ -79,7 +79,7 @@ def icelandic(clone: Path, place: Path) -> None:
 def molecules(clone: Path, place: Path) -> None:
     def read(name):
         with (clone / "latest" / name).open(encoding="utf-8", newline="") as file:
-            return list(csv.DictReader(file))
+            return [row for row in csv.DictReader(file) if row["smiles"].strip()]
 
     labels = {row["smiles"]: row["p_np"] for row in read(LABELLED)}
     rows = [{"text": smiles, "label": f"passes: {label}"} for smiles, label in labels.items()]
