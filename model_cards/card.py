@@ -164,9 +164,9 @@ def eval_results(metrics: dict, record: dict, pipeline_tag: str | None) -> list[
         name = metric.text or measured_on.get(split)
         if metric.task and name and math.isfinite(metrics[metric.key]):
             invented = re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip("-") or "text"
-            # On the Hub the split has the name that it has there.
-            part = data["splits"][split]["name"].rpartition(", split ")[2] if name in hub_datasets else split
             on_hub = "nyu-mll/blimp" if metric.key == figures.BLIMP else name if name in hub_datasets else None
+            # A split of a data set on the Hub is called as it is there.
+            split = data["splits"][split]["name"].rpartition(", split ")[2] if on_hub and not metric.text else split
             results.append(
                 EvalResult(
                     task_type=metric.task[0] or pipeline_tag,
@@ -174,7 +174,7 @@ def eval_results(metrics: dict, record: dict, pipeline_tag: str | None) -> list[
                     dataset_type=on_hub or invented,
                     dataset_name=name,
                     # Keeps the figures of `d2l-bert evaluate` apart from those of a run on a corpus of the same name.
-                    dataset_split="evaluation" if metric.text else part if "splits" in data else None,
+                    dataset_split="evaluation" if metric.text else split if "splits" in data else None,
                     metric_type=metric.metric_type,
                     metric_name=metric.name,
                     metric_value=round(metrics[metric.key], 4),

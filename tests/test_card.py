@@ -188,8 +188,10 @@ def test_the_card_of_a_fine_tuned_model_shows_its_classes_whatever_their_names(c
     assert r"16 rows of a \| b # big \$x\$ \<b> \`c, fingerprint `feed`" in found.text
     assert "macro avg" not in found.text and not read_card(found.content)[1]
     # The figures of a data set of the Hub are of the split that it has there.
-    tuned[1]["data"] |= {"hub_datasets": ["me/x"], "splits": {"test": {**TABLE, "name": "me/x, split validation"}}}
-    assert {of.dataset_split for of in card(tuned).data.eval_results} == {"validation"}
+    table = {**TABLE, "name": "me/x, split validation"}
+    tuned[1]["data"] |= {"hub_datasets": ["me/x"], "splits": {"test": table}}
+    tuned[2]["eval/me/x/mlm_loss"] = 2.0
+    assert {of.dataset_split for of in card(tuned).data.eval_results} == {"validation", "evaluation"}
     # A table by class ends after 30 rows.
     rows_of = tuned[2]["classification_report"]["test"]
     rows_of |= {f"class {number}": {**rows_of["x"], "support": number} for number in range(9, 49)}

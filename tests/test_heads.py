@@ -51,8 +51,7 @@ def test_outputs_and_loss_are_those_of_stock_bert(head, attention, act):
     usual, plain = model(**batch), model(**batch, return_dict=False)
     assert isinstance(plain, tuple) and torch.equal(plain[0], usual[0])
     model.config.return_dict = False
-    assert isinstance(model(**batch), tuple)
-    assert torch.equal(model(**batch, return_dict=True)[0], usual[0])
+    assert isinstance(model(**batch), tuple) and torch.equal(model(**batch, return_dict=True)[0], usual[0])
 
 
 @every_head
