@@ -82,11 +82,13 @@ def test_the_record_belongs_to_the_recipe_of_today(place, files):
     _, record, _, release = files
     recipe, way_out = read_recipe(place.name), WAY_OUT.format(place.name)
     assert release["recipe"] == recipe, way_out
-    planned = {f"evaluate {name}": options for name, options in recipe["evaluate"].items()}
-    planned |= {f"finetune {name}": options for name, options in recipe["finetune"].items()}
+    planned = {
+        f"{what} {name}": options for what in ("evaluate", "finetune") for name, options in recipe[what].items()
+    }
     assert release["measured"] == planned, way_out
     words = ["pretrain", *flags(recipe["pretrain"]), "--seed", str(recipe["seed"])]
     architecture, run = resolve_pretrain(make_parser(words).parse_args(words))
+    assert record["run"].keys() <= vars(run).keys()  # `evaluate` makes a run of it
     for field in dataclasses.fields(run):
         # Other options are resolved when a run begins: a number of epochs becomes a number of steps, for example.
         if field.metadata["identity"] and (value := getattr(run, field.name)) not in (None, "auto"):
