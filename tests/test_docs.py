@@ -86,7 +86,15 @@ def workspace(my_bert, books, here, tmp_path, monkeypatch):
     """A working directory with everything that the pages speak of, and a local Hub with two models."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(my_bert, "my-bert", ignore=shutil.ignore_patterns("checkpoint-*"))
-    for folder in ("books", "check", "shards/0", "shards/1", "domains/text/icelandic", "domains/text/molecules"):
+    for folder in (
+        "books",
+        "check",
+        "shards/0",
+        "shards/1",
+        "domain",
+        "domains/text/icelandic",
+        "domains/text/molecules",
+    ):
         shutil.copytree(books, folder)
     Path("model_cards").symlink_to(ROOT / "model_cards")
     Path("shards/1/book-00.txt").unlink()
