@@ -304,8 +304,10 @@ def results_text(run, metrics: dict) -> str:
             lines.append(f"  {comparison}")
     steps = metrics["seeds"][0]["steps"]
     # Of 264 letters: after 36 steps a model tells three classes half of the time, after 180 four fifths.
-    few = f"; {steps} steps are few: try --num_train_epochs 20" * (
-        steps < 200 and not (run.config.num_train_epochs or run.config.max_steps)
+    few = (
+        f"; {steps} steps are few: try --num_train_epochs 20"
+        if steps < 200 and not (run.config.num_train_epochs or run.config.max_steps)
+        else ""
     )
     lines.append(
         f"trained in {metrics['train_seconds']:,.0f} s; the model of seed {metrics['kept_seed']} with rate "
