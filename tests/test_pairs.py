@@ -166,19 +166,25 @@ def epochs_of(corpus, pairing, epochs, max_seq_length=64, **options):
     return labelled(np.concatenate(list(made)))
 
 
-def lengths_and_labels(pairs):
+def shapes_and_labels(corpus, pairs):
+    """The lengths of A and B, whether A is cut at its front and B at its back; and the labels."""
     a, b = lengths_of(pairs)
-    return np.stack([a, b, a + b], 1), pairs["next_sentence_label"]
+    ends = (
+        corpus.first_tokens[pairs[f"{side}_document"]] + pairs[end] for side, end in (("a", "a_start"), ("b", "b_end"))
+    )
+    cuts = [~np.isin(end, corpus.sentence_starts) for end in ends]
+    return np.stack([a, b, a + b, *cuts], 1), pairs["next_sentence_label"]
 
 
 @both_pairings
 @pytest.mark.parametrize("objective", ["nsp", "sop"])
 @pytest.mark.parametrize("make", [short_documents, long_documents])
-def test_the_lengths_do_not_tell_the_label(pairing, objective, make):
-    """Boosted trees see the lengths of both segments, fitted on one text and tried on another."""
-    fitted, tried = (epochs_of(make(seed), pairing, 10, objective=objective) for seed in (1, 2))
-    trees = HistGradientBoostingClassifier(random_state=0).fit(*lengths_and_labels(fitted))
-    assert abs(trees.score(*lengths_and_labels(tried)) - 0.5) < 4 * 0.5 / np.sqrt(len(tried))
+def test_lengths_and_cuts_do_not_tell_the_label(pairing, objective, make):
+    """Boosted trees see the lengths of both segments and what is cut, fitted on one text and tried on another."""
+    texts = [make(seed) for seed in (1, 2)]
+    fitted, tried = (shapes_and_labels(text, epochs_of(text, pairing, 10, objective=objective)) for text in texts)
+    trees = HistGradientBoostingClassifier(random_state=0).fit(*fitted)
+    assert abs(trees.score(*tried) - 0.5) < 4 * 0.5 / np.sqrt(len(tried[1]))
 
 
 @both_pairings

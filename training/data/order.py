@@ -18,7 +18,7 @@ from d2l_bert.training.data.pairs import lay_out
 
 # Every checkpoint contains DATA_ORDER, and a run does not resume from a checkpoint with another value. Raise it
 # by 1 when the same run would train on other pairs, with other masks or in another order.
-DATA_ORDER = 6
+DATA_ORDER = 7
 
 # Tokens in a stretch. Stretches are short, so that a window has text from 1,024 places: a step of 512 pairs then has
 # text from 400 different books, against 500 if a large epoch is shuffled as a whole. Only documents with more tokens

@@ -176,20 +176,21 @@ def _exchange(a, b, capacity, ids, rng):
     Pairs with Bs of about the same length make blocks. In a block every B is cut at its back to the length of the
     shortest, and every A at its front to fit beside it: an exchange changes no length. Half of the pairs of a block
     are drawn at random, and each gets the B of another. So neither segment alone tells the label, nor do the two
-    lengths. A true B begins where its A ends.
+    lengths. A true B begins where its A ends. Bs that do not fit beside their own A have blocks of their own: a whole
+    B beside an A that is cut would be the B of another pair more often than not.
 
     A pair whose B stands twice in its block, such as the end of two letters that end alike, keeps it and has no label:
     exchanged for its like, it would be called wrong and be right.
     """
     count = a.shape[1]
-    b = np.stack([b[0], b[0] + _kept(a, b, capacity)[1]])
-    order = np.argsort(b[1] - b[0] + rng.random(count))
-    a, b = a[:, order], b[:, order]
+    kept = _kept(a, b, capacity)[1]
+    order = np.lexsort((kept + rng.random(count), kept < b[1] - b[0]))
+    a, b = a[:, order], np.stack([b[0], b[0] + kept])[:, order]
     # The last block has what is left over, too.
     block = np.minimum(np.arange(count) // BLOCK_PAIRS, max(count // BLOCK_PAIRS - 1, 0))
     sizes = np.bincount(block)
     firsts = np.cumsum(sizes) - sizes
-    b_length = (b[1] - b[0])[firsts][block]
+    b_length = np.minimum.reduceat(b[1] - b[0], firsts)[block]
     a[0], b[1] = np.maximum(a[0], a[1] - (capacity - b_length)), b[0] + b_length
     is_left_out = _stands_twice(b, block, ids)
     sizes = np.bincount(block[~is_left_out], minlength=len(sizes))
