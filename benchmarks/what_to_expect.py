@@ -31,6 +31,7 @@ MARKS, TRUNK = (1, 3, 10, 30), 0.8
 
 # By the row's name: the recipe, its changes, the millions of words of text, and the largest mark.
 ROWS = {
+    "tiny, 0.1M words": ("tiny-sentences", [], 0.1, 10),
     "tiny, 1M words": ("tiny-sentences", [], 1, 30),
     "tiny, 10M words": ("tiny-sentences", [], 10, 30),
     "mini, 10M words": ("mini-sentences", [], 10, 10),

@@ -200,16 +200,6 @@ def test_the_place_of_a_segment_in_its_document_does_not_tell_the_label(pairing,
 
 
 @both_pairings
-def test_what_is_cut_does_not_tell_the_order(pairing):
-    """Whether the first segment begins in the middle of a sentence says nothing about a swap."""
-    corpus = short_documents()
-    pairs = epochs_of(corpus, pairing, 10, objective="sop")
-    is_cut = np.array([pair["a_start"] not in corpus.starts[pair["a_document"]] for pair in pairs])
-    assert is_cut.sum() > 100
-    assert_balanced(pairs["next_sentence_label"][is_cut])
-
-
-@both_pairings
 @pytest.mark.parametrize("documents", [2, 3, 4, 12, 17])
 def test_the_labels_are_balanced_in_a_small_text_too(pairing, documents):
     corpus = Corpus([[5, 6]] * documents)
