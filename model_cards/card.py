@@ -137,7 +137,13 @@ def render_card(folder: Path, name: str | None = None, parameters: int | None = 
         task=task,
         unit=unit(task),
         examples=examples,
-        prompt=min((example["text"] for example in examples), key=len, default="Paris is the [MASK] of France."),
+        prompt=min(
+            (example["text"] for example in examples),
+            key=len,
+            default="Paris is the {} of France.".format(
+                read_json(folder / "tokenizer_config.json").get("mask_token", "[MASK]")
+            ),
+        ),
         pipeline_tag=pipeline_tag,
         auto_class="AutoModelForMaskedLM" if head == "ForPreTraining" else f"Auto{head.replace('For', 'ModelFor')}",
     )
@@ -228,7 +234,7 @@ def read_card(folder: Path, license: str | None = None) -> ModelCard:
 
 def carry_card(source: str, folder: Path, name: str, has_figures: bool = True, export: dict | None = None) -> None:
     """
-    Give a converted model what its source has: the record of the run, figures, pictures and a card with its licence.
+    Give a converted model what its source has: the record of the run, figures, pictures and a card with its metadata.
 
     The card is rendered anew, as a stock BERT is loaded in another way. A release's record stays behind: it tells how
     to make other bytes.
@@ -251,9 +257,9 @@ def carry_card(source: str, folder: Path, name: str, has_figures: bool = True, e
     copy(*metrics.get("pictures", {}))
     if export:
         write_json(folder / METRICS_FILE, {**metrics, "export": export})
-    license = read_card(folder).data.license  # of a model without a card, that of its run
-    card = ModelCard(render_card(folder, name))
-    card.data.license = license or card.data.license
+    before, card = read_card(folder).data, ModelCard(render_card(folder, name))
+    for field in ("license", "language", "datasets", "base_model"):  # what the card lacks follows from the run
+        setattr(card.data, field, getattr(before, field, None) or getattr(card.data, field, None))
     (folder / CARD_FILE).write_text(card.content, encoding="utf-8")
 
 

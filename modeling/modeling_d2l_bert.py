@@ -727,20 +727,20 @@ class D2lBertModel(D2lBertPreTrainedModel):
 class D2lBertForPreTrainingOutput(ModelOutput):
     """
     loss: the sum of `mlm_loss` and `nsp_loss`, or the only one whose labels were given.
-    mlm_loss, nsp_loss: the two terms of `loss`; None without labels.
     prediction_logits: (B, P, V) with `masked_positions`, else (B, T, V); None with labels and `skip_logits`.
     seq_relationship_logits: (B, 2), or (B, S, 2) for packed rows; column 0 says that B follows A.
     hidden_states: `num_hidden_layers + 1` tensors (B, T, H), on request.
     attentions: `num_hidden_layers` tensors (B, N, T, T), on request.
+    mlm_loss, nsp_loss: the two terms of `loss`; None without labels. Last, so that a tuple is as stock BERT's.
     """
 
     loss: torch.FloatTensor | None = None
-    mlm_loss: torch.FloatTensor | None = None
-    nsp_loss: torch.FloatTensor | None = None
     prediction_logits: torch.FloatTensor | None = None
     seq_relationship_logits: torch.FloatTensor | None = None
     hidden_states: tuple[torch.FloatTensor, ...] | None = None
     attentions: tuple[torch.FloatTensor, ...] | None = None
+    mlm_loss: torch.FloatTensor | None = None
+    nsp_loss: torch.FloatTensor | None = None
 
 
 class D2lBertForPreTraining(D2lBertPreTrainedModel):

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 import textwrap
 from collections import Counter
 from unittest import mock
@@ -18,6 +19,7 @@ from d2l_bert.tokenization.sentences import (
     CUT,
     FEWEST_DOCUMENTS,
     LONGEST_SENTENCE,
+    SPLIT_CHARACTERS,
     Document,
     split_sentences,
 )
@@ -51,6 +53,11 @@ CHINESE = "山川河流春夏秋冬风花雪月人来去看听说话在有的是
 
 def chinese_sentence():
     return "{}，{}。".format(*("".join(rng.choices(CHINESE, k=rng.randint(6, 20))) for _ in range(2)))
+
+
+def by_columns(text, most):
+    """Wrapped where a terminal would, on which a letter of Chinese takes two columns."""
+    return textwrap.fill(re.sub(r"([^\0-\x7f])", "\\1\0", text), most).replace("\0", "")
 
 
 def spaced(choices, count):
@@ -90,6 +97,16 @@ KINDS = {
     ),
     "wrapped Chinese": (
         repeated(lambda _: "\n".join(textwrap.wrap("".join(chinese_sentence() for _ in range(9)), 35)), 9, "\n\n"),
+        "file",
+        "wrapped",
+    ),
+    "wrapped Chinese with Latin words, by columns": (
+        repeated(lambda _: by_columns("".join(f"{chinese_sentence()}{sentence()}" for _ in range(6)), 76), 9, "\n\n"),
+        "file",
+        "wrapped",
+    ),
+    "wrapped at four widths, one after the other": (
+        repeated(lambda n: textwrap.fill(prose(200), 55 + 8 * n), 4, "\n\n"),
         "file",
         "wrapped",
     ),
@@ -199,9 +216,22 @@ LOG = [f"{log(number)} of c. acme. Inc. {number}" if number % 3 == 0 else log(nu
 FEW_STOPS = [*LOG[:6], *(line for line in LOG if "acme" not in line)]
 DAYS = [["I love my dog.", f"Day {number}."] for number in range(40)]
 PROSE = [[f"{words(4, 16).capitalize()} seen." for _ in range(10)] for _ in range(20)]
+JAPANESE = [
+    ["".join(rng.choices("エディターとして使う", k=rng.randint(20, 90))) + "。" for _ in range(4)] for _ in range(30)
+]
 READ = {  # the text of a file, or the rows of a table; its documents; how they are counted
     "BERT's format": ("\n\n".join(map("\n".join, BLOCKS)), BLOCKS, "files divided at empty lines, a sentence a line"),
     "a log": ("\r\n".join(LOG), [[line] for line in LOG], "files divided into lines, a sentence a line"),
+    "wrapped Japanese": (
+        "\n\n".join("\n".join(textwrap.wrap("".join(paragraph), 38)) for paragraph in JAPANESE),
+        [list(itertools.chain.from_iterable(JAPANESE))],
+        "files read whole, lines joined",
+    ),
+    "control characters that BERT deletes": (
+        "\n\n".join("\n".join(block).replace("o", "o\x0b").replace("e", "\x85e") for block in BLOCKS),
+        BLOCKS,
+        "files divided at empty lines, a sentence a line",
+    ),
     "rows": (list(map(" ".join, DAYS)), DAYS, "rows read whole, a paragraph a line"),
     "rows, a newline in one": (
         ["I\nlove my dog. Day 0.", *map(" ".join, DAYS[1:])],
@@ -282,6 +312,9 @@ def test_a_line_longer_than_the_pieces_has_single_spaces_too(longest):
         ("Mr. Smith came. He sat down!", "en", ["Mr. Smith came.", "He sat down!"]),
         ("你好。我是学生。", "zh", ["你好。", "我是学生。"]),
         ("A nul\0 here. And\0.", "en", ["A nul\0 here.", "And\0."]),
+        ("«ជាមួយ។» ជាពីរ។មែន៕", "km", ["«ជាមួយ។» ជាពីរ។", "មែន៕"]),
+        ("བོད་ཡིག། དེ་རིང་། །", "bo", ["བོད་ཡིག།", "དེ་རིང་། །"]),
+        ("ሰላም ነው፡፡ ደህና፡፡", "am", ["ሰላም ነው፡፡", "ደህና፡፡"]),
     ],
 )
 def test_sentences_are_split(paragraph, language, expected):
@@ -345,7 +378,7 @@ def test_a_long_text_without_full_stops_is_cut_in_each_window_and_loses_nothing(
     counts, text = Counter(), "A word " * 100_000 + "ends. Then two more. Three."
     sentences = sentences_of([text], counts)
     assert sentences[-2:] == ["Then two more.", "Three."] and " ".join(sentences) == text
-    assert counts[CUT] == -(-700_000 // (1 << 14))
+    assert counts[CUT] == -(-700_000 // SPLIT_CHARACTERS)
 
 
 def test_a_long_paragraph_is_split_in_windows_as_it_is_split_whole(monkeypatch):

@@ -112,7 +112,7 @@ def test_a_parquet_file_keeps_the_columns_of_a_table(encoders, tmp_path, fails, 
     assert table.column_names == ["id", "text", "note", "vector"]
     monkeypatch.setattr(module, "GROUP_CHARACTERS", 1)
     words = ["embed", encoders / "ours", tmp_path / "mixed.jsonl", "--output", tmp_path / "mixed.parquet"]
-    for more in ('"x": "one"', '"x": 18446744073709551616', '"x": 2, "y": 3'):
+    for more in ('"x": "one"', '"x": 18446744073709551616', '"x": 1.5', '"x": 2, "y": 3'):
         (tmp_path / "mixed.jsonl").write_text(f'{{"text": "a", "x": 1}}\n{{"text": "b", {more}}}\n')
         assert "a column holds values of several kinds, or begins after the first rows" in fails(*words)
 
@@ -165,8 +165,12 @@ def test_vectors_that_were_saved_find_the_same_lines_and_are_not_computed_again(
     assert "another model" in fails("embed", encoders / "stock", tmp_path / "saved.parquet", "--nearest", "the crane")
     words = ["embed", model, tmp_path / "saved.parquet", "--output", tmp_path / "again.parquet"]
     assert "has vectors already" in fails(*words)
-    (tmp_path / "named.csv").write_text("text,vector\na crane,of the eye\n")
-    assert "'vector' holds no vectors" in fails("embed", model, tmp_path / "named.csv", "--nearest", "the crane")
+    for name, rows in (
+        ("a.csv", "text,vector\na,of the eye\n"),
+        ("a.jsonl", '{"text": "a", "vector": [1]}\n{"text": "b"}\n'),
+    ):
+        (tmp_path / name).write_text(rows)
+        assert "'vector' holds no vectors" in fails("embed", model, tmp_path / name, "--nearest", "the crane")
 
 
 def test_equal_lines_are_equally_near(encoders, tmp_path):

@@ -133,11 +133,18 @@ def test_a_model_without_the_head_of_a_task_is_refused_with_a_task_that_it_has(h
 
 def test_a_model_converted_to_stock_bert_keeps_its_card_and_is_published(trained, tmp_path, capsys):
     folder = tmp_path / "stock"
-    assert main(["convert", str(trained), str(folder), "--to", "bert"]) == 0
+    card = Path(shutil.copytree(trained, tmp_path / "run"), "README.md")
+    card.write_text(card.read_text().replace("---\n", "---\nlanguage: de\n", 1))
+    assert main(["convert", str(card.parent), str(folder), "--to", "bert"]) == 0
     for file in ("run_config.json", "metrics.json", "training_curves.png"):
         assert (folder / file).read_bytes() == (trained / file).read_bytes()
     card = (folder / "README.md").read_text()
-    assert "license: apache-2.0" in card and "trust_remote_code" not in card and "import d2l_bert" not in card
+    assert (
+        "license: apache-2.0" in card
+        and "language: de" in card
+        and "trust_remote_code" not in card
+        and "import d2l_bert" not in card
+    )
     block = card.split("```python\n")[1].split("```")[0]
     assert "d2l_bert" not in block and f'model="{folder.name}"' in block
     assert main(["publish", str(folder), "me/stock", "--dry_run"]) == 0

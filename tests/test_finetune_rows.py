@@ -289,8 +289,10 @@ def test_squads_nested_json_is_the_flat_form(tmp_path):
         row["answers"]["answer_start"] = list(map(float, row["answers"]["answer_start"]))
     write_table(tmp_path / "floats.jsonl", rows)
     for name in ("nested.json", "list.json", "data.json", "flat.jsonl", "flat.csv", "floats.jsonl"):
-        _, splits = load(tmp_path / name, "question-answering")
-        assert [(row.cells["id"], row.cells.get("half", "\ufffd"), *row[2:]) for row in splits["train"].rows] == [
+        task, splits = load(tmp_path / name, "question-answering")
+        assert task.settings["num_labels"] == 2 and [
+            (row.cells["id"], row.cells.get("half", "\ufffd"), *row[2:]) for row in splits["train"].rows
+        ] == [
             (row["id"], "\ufffd", (row["question"], row["context"]), label)
             for row, label in zip(rows, labels, strict=True)
         ]

@@ -235,8 +235,8 @@ def test_tensorboard_holds_the_numbers_of_the_log_and_resumed_steps_only_once(st
 
 
 def test_trackers_that_are_installed_are_taken():
-    assert log.check_trackers([], ["tensorboard"]) is log.check_trackers(["none"], ["tensorboard"]) is None
-    assert log.check_trackers(["tensorboard"], ["tensorboard"]) == ["tensorboard"]
+    found = [log.check_trackers(given, ["tensorboard"]) for given in ([], ["none"], ["tensorboard"])]
+    assert found == [None, None, ["tensorboard"]]
 
 
 def test_a_failing_tracker_is_reported_and_all_others_continue(caplog):

@@ -162,17 +162,16 @@ def test_a_true_b_begins_where_a_ends_and_no_other_b_does(corpus, capacity, seed
 
 
 def epochs_of(corpus, pairing, epochs, max_seq_length=64, **options):
-    made = (corpus.pairs(pairing, max_seq_length, seed, **options) for seed in range(epochs))
-    return labelled(np.concatenate(list(made)))
+    return labelled(np.concatenate([corpus.pairs(pairing, max_seq_length, seed, **options) for seed in range(epochs)]))
 
 
 def shapes_and_labels(corpus, pairs):
     """The lengths of A and B, whether A is cut at its front and B at its back; and the labels."""
     a, b = lengths_of(pairs)
-    ends = (
-        corpus.first_tokens[pairs[f"{side}_document"]] + pairs[end] for side, end in (("a", "a_start"), ("b", "b_end"))
-    )
-    cuts = [~np.isin(end, corpus.sentence_starts) for end in ends]
+    cuts = [
+        ~np.isin(corpus.first_tokens[pairs[f"{end[0]}_document"]] + pairs[end], corpus.sentence_starts)
+        for end in ("a_start", "b_end")
+    ]
     return np.stack([a, b, a + b, *cuts], 1), pairs["next_sentence_label"]
 
 

@@ -229,6 +229,20 @@ def test_accelerate_launch_trains_and_refuses(books, tmp_path):
 # Evaluations
 
 
+def test_a_text_that_pairs_would_cut_to_less_than_half_has_no_second_loss(tmp_path, capsys):
+    """Documents of 600 tokens, in two "sentences", as a thousand characters are the most."""
+    (tmp_path / "a.txt").write_text("\n".join(f"{a} {b} " * 300 for a in "abcdefghij" for b in "klmnopqrst"))
+    words = [
+        "pretrain",
+        f"--corpus={tmp_path / 'a.txt'}",
+        f"--output_dir={tmp_path / 'out'}",
+        "--dry_run",
+        "--vocab_size=60",
+    ]
+    for objective, said in ("auto", "objective none"), ("nsp", f"rows of 128 hold {125 / 600:.0%} of the tokens"):
+        assert main([*words, f"--objective={objective}"]) == 0 and said in capsys.readouterr().err
+
+
 def test_the_rows_of_an_objective_are_said_and_evaluate_has_the_same_for_all(books, trained, tmp_path, capsys):
     """All start from one model and stay there: their MLM losses are the same where the rows and their masks are."""
     words = [f"--init_from={trained}", "--max_steps=1", "--learning_rate=1e-12", "--max_seq_length=48"]

@@ -58,8 +58,7 @@ def resolved(*options):
 
 def test_options_of_the_command_line_replace_or_shorten_a_recipes_schedules():
     def schedules(*options):
-        _, run = resolved("--recipe=mini", *options)
-        run.check()
+        (run := resolved("--recipe=mini", *options)[1]).check()
         return run.batch_size_schedule, run.length_schedule
 
     assert asdict(resolved("--recipe=mini")[1]) == asdict(RECIPES["mini"]()[1])

@@ -115,6 +115,7 @@ AT_ONCE = [
     ("evaluate run --blimp long-pairs", "64"),
     ("evaluate run --corpus latin.txt --max_seq_length 65", "max_seq_length 65"),
     ("pretrain --corpus books --output_dir books/out", "lies in the text"),
+    ("pretrain --corpus books --pre_tokenizer kmers:7", "kmers:N with N from 1 to 100 that divides 600"),
     ("prepare --corpus run", "a model, where text is wanted"),
     # Datasets and validation texts.
     ("pretrain --dataset nowhere", "nowhere"),

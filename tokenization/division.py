@@ -3,9 +3,12 @@
 import dataclasses
 import itertools
 import re
+import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
+
+from d2l_bert.tokenization.rules import DELETED
 
 
 # Where documents end. Within a table, `file` stands for a row.
@@ -45,6 +48,10 @@ _STOP_INSIDE = re.compile(rf"[{_LATIN_STOPS}][{re.escape(_CLOSING)}]*\s|[{_OTHER
 _SPACE = re.compile(r"[\s，、。]")
 _SPACES = re.compile(r"\s{2,}|[^\S ]")  # white space other than a single space
 _FIRST_WORD = re.compile(r"[\u2e80-\u9fff\uff00-\uffef]|\S+")
+# A line's end that is no space: between letters of Japanese and Chinese.
+_BREAK_IN_WORD = re.compile(
+    r"(?<=[\u3001-\u30ff\u3400-\u9fff\uff66-\uff9f])\n(?=[\u3001-\u30ff\u3400-\u9fff\uff66-\uff9f])"
+)
 
 
 def find_division(lines: Sequence[str], documents: Literal["auto"] | Documents = "auto") -> Division:
@@ -90,9 +97,8 @@ def find_division(lines: Sequence[str], documents: Literal["auto"] | Documents =
 
 def _stops(line):
     """Whether a line ends with a full stop, and whether it holds another one before."""
-    line = line.rstrip(_CLOSING)
-    inside = line.rstrip(_LATIN_STOPS + _OTHER_STOPS + _CLOSING)
-    return line[-1:] in (*_LATIN_STOPS, *_OTHER_STOPS), bool(_STOP_INSIDE.search(inside))
+    line, before = line.rstrip(_CLOSING), line.rstrip(_LATIN_STOPS + _OTHER_STOPS + _CLOSING)
+    return line[-1:] in (*_LATIN_STOPS, *_OTHER_STOPS), bool(_STOP_INSIDE.search(before))
 
 
 def _are_wrapped(lines):
@@ -101,21 +107,33 @@ def _are_wrapped(lines):
 
     A line goes on if the next begins with a letter that is no capital. In wrapped prose 30 % of the lines without a
     full stop at their end do, the others are headings, lists and names. Half of those that go on are full: with the
-    next word, such a line would be longer than nearly all. Lines of logs and code go on as often, but have any length,
-    or begin with the same word.
+    next word, such a line would be longer than nearly all of the hundred about it, as a file of several texts has
+    several widths. Lines of logs and code go on as often, but have any length, or begin with the same word.
     """
     unfinished = [pair for pair in itertools.pairwise(lines) if all(pair) and not _stops(pair[0])[0]]
     going_on = [
-        (len(line), _FIRST_WORD.match(following)[0])
+        (line, _FIRST_WORD.match(following)[0])
         for line, following in unfinished
         if _SPACE.search(line) and following[0].isalpha() and not following[0].isupper()
     ]
     if len(going_on) <= 0.3 * len(unfinished):
         return False
-    width = 0.95 * sorted(going_on)[int(0.98 * (len(going_on) - 1))][0]
-    full = sum(length + 1 + len(word) > width for length, word in going_on)
+    parts = (going_on[first : first + 100] for first in range(0, len(going_on), 100))
+    full = sum(max(_count_full(part, size) for size in (len, _columns)) for part in parts)
     _, times = Counter(word for _, word in going_on).most_common(1)[0]
     return full >= 0.5 * len(going_on) and times <= 1 + 0.25 * len(going_on)
+
+
+def _count_full(going_on, size):
+    """How many lines would be longer than nearly all, with the first word of the next."""
+    lengths = [size(line) for line, _ in going_on]
+    width = 0.95 * sorted(lengths)[int(0.98 * (len(lengths) - 1))]
+    return sum(length + 1 + size(word) > width for length, (_, word) in zip(lengths, going_on, strict=True))
+
+
+def _columns(text):
+    """How many columns a text takes in a terminal: two for a letter of Chinese, Japanese or Korean."""
+    return len(text) + sum(unicodedata.east_asian_width(character) in "WF" for character in text)
 
 
 def divided(lines: Iterable[str], division: Division, longest: int) -> Iterator[Iterator[str]]:
@@ -128,6 +146,7 @@ def divided(lines: Iterable[str], division: Division, longest: int) -> Iterator[
         lines: the lines of the text.
         longest: characters. A longer paragraph of several lines is cut between lines, to bound the memory.
     """
+    lines = (DELETED.sub("", line) for line in lines)  # the splits at white space would keep apart what BERT joins
     # The words of a text in one line would take twelve times the memory of the line.
     lines = (" ".join(line.split()) if len(line) < longest else _SPACES.sub(" ", line).strip() for line in lines)
     if division.documents == "line":
@@ -135,7 +154,8 @@ def divided(lines: Iterable[str], division: Division, longest: int) -> Iterator[
         return
     blocks = (block for has_text, block in itertools.groupby(lines, key=bool) if has_text)
     if division.lines != "paragraphs":
-        blocks = (_joined(block, " " if division.lines == "wrapped" else "\n", longest) for block in blocks)
+        join = _unwrapped if division.lines == "wrapped" else "\n".join
+        blocks = (map(join, grouped(block, len, longest)) for block in blocks)
     if division.documents == "blank_line":
         yield from blocks
         return
@@ -144,13 +164,18 @@ def divided(lines: Iterable[str], division: Division, longest: int) -> Iterator[
         yield itertools.chain([first], paragraphs)
 
 
-def _joined(lines, separator, longest):
-    part, size = [], 0
-    for line in lines:
-        part.append(line)
-        size += len(line)
-        if size > longest:
-            yield separator.join(part)
-            part, size = [], 0
-    if part:
-        yield separator.join(part)
+def _unwrapped(lines):
+    return _BREAK_IN_WORD.sub("", "\n".join(lines)).replace("\n", " ")
+
+
+def grouped(items: Iterable, size: Callable[[object], int], least: int) -> Iterator[list]:
+    """Lists of consecutive items, each as soon as their sizes add up to `least`; the last may be smaller."""
+    group, total = [], 0
+    for item in items:
+        group.append(item)
+        total += size(item)
+        if total >= least:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group

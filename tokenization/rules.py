@@ -44,7 +44,8 @@ DELETED = re.compile("[\x0b\x0c\x1c-\x1f\x85]")
 # What to count as words: what stands between white space, or what a tokenizer splits into pieces.
 WordUnit = Literal["white space", "tokenizer"]
 
-PRE_TOKENIZER = re.compile(r"bert|characters|kmers:([1-9][0-9]?|100)")
+# `kmers:N`: N divides `sentences.LONGEST_PIECE`.
+PRE_TOKENIZER = re.compile(r"bert|characters|kmers:([1-68]|1[025]|2[045]|[3-6]0|75|100)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,8 @@ class Rules:
     def __post_init__(self):
         if not PRE_TOKENIZER.fullmatch(self.pre_tokenizer):
             raise UserError(
-                f"pre_tokenizer is bert, characters or kmers:N with N from 1 to 100, got {self.pre_tokenizer!r}"
+                f"pre_tokenizer is bert, characters or kmers:N with N from 1 to 100 that divides 600, got "
+                f"{self.pre_tokenizer!r}"
             )
 
     def normalizer(self) -> normalizers.Normalizer:
@@ -110,10 +112,7 @@ class Rules:
 
 def count_words(texts: Iterable[str]) -> Counter:
     """How often each word, separated by white space, occurs in the texts."""
-    words = Counter()
-    for text in texts:
-        words.update((DELETED.sub("", text) if DELETED.search(text) else text).split())
-    return words
+    return Counter(itertools.chain.from_iterable(DELETED.sub("", text).split() for text in texts))
 
 
 def count_characters(words: Counter) -> dict[str, int]:
@@ -199,7 +198,10 @@ def contents_of(words: Counter) -> dict:
         "long_words": long_words,
         "word_unit": "white space" if spaceless + long_words <= MOST_SPACELESS else "tokenizer",
         "mixed_forms": min(forms[True, False], forms[False, True]) / in_all,
-        "mixed_case": sum(count for run, count in runs if _is_mixed(run)) / max(sum(count for _, count in runs), 1),
+        "mixed_case": (
+            sum(count for run, count in runs if run not in (run.lower(), run.upper(), run.capitalize()))
+            / max(sum(count for _, count in runs), 1)
+        ),
         "dotless": sum(characters.get(character, 0) for character in "ıİ") / letters,
         "script": scripts.most_common(1)[0][0] if scripts else "LATIN",
     }
@@ -215,11 +217,6 @@ def _between_letters(word, characters):
         all(side and unicodedata.category(side)[0] in "LMN" for side in (before[-1:], after[:1]))
         for before, after in itertools.pairwise(parts)
     )
-
-
-def _is_mixed(run):
-    is_capitalised = run[0].isupper() and run[1:].islower()
-    return run.lower() != run.upper() and not (run.islower() or run.isupper() or is_capitalised)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -33,12 +34,18 @@ class Document:
 LONGEST_SENTENCE = 1000
 CUT = f"sentences of more than {LONGEST_SENTENCE:,} characters, cut between words where there are any"
 
-# The splitter's time grows with the square of the length where a quotation mark is never closed: 52 s for a megabyte.
-SPLIT_CHARACTERS = 1 << 14
-
-# Characters of a piece that is cut where there is no space: a multiple of the pieces that `Rules` cut words into, 100
-# characters and k-mers of 1 to 6, so that a long word has the same ids in training as in use.
+# Characters of a piece that is cut where there is no space: a multiple of the pieces that `Rules` cut words into, so
+# that a long word has the same ids in training as in use.
 LONGEST_PIECE = 600
+
+# The splitter's time grows with the square of the length where a quotation mark is never closed: 52 s for a megabyte.
+SPLIT_CHARACTERS = 27 * LONGEST_PIECE
+
+# Ends that `sentencex` does not find: behind the full stops of Khmer and Tibetan, and two word spaces of Ethiopic in
+# place of one.
+_ENDS_MISSED = re.compile(
+    r"(?:(?<=[\u17d4\u17d5\u0f0d\u0f0e])|(?<=\u1361\u1361))(?=\s*[^\s\u17d4\u17d5\u0f0d\u0f0e»”’)])"
+)
 
 # A block ends with the first paragraph that brings it to this many sentences, or at twice as many.
 BLOCK_SENTENCES = 64
@@ -119,7 +126,9 @@ def _segmented(paragraph, language):
         end = start + SPLIT_CHARACTERS
         if end < len(paragraph):
             end = paragraph.rfind(" ", start, end) + 1 or end
-        *ended, last = sentencex.segment(language, paragraph[start:end])
+        *ended, last = itertools.chain.from_iterable(
+            map(_ENDS_MISSED.split, sentencex.segment(language, paragraph[start:end]))
+        )
         if ended and end < len(paragraph):
             end -= len(last)  # it may be unfinished: the next window begins with it
         else:

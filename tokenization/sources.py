@@ -16,8 +16,9 @@ from typing import BinaryIO
 from d2l_bert.folders import base_name, cache_folder, content_hash, write_once
 from d2l_bert.messages import UserError, counted, explained, shortened
 from d2l_bert.tokenization import tables
-from d2l_bert.tokenization.division import divided, find_division
+from d2l_bert.tokenization.division import divided, find_division, grouped
 from d2l_bert.tokenization.python_docs import python_docs, required_distributions
+from d2l_bert.tokenization.rules import DELETED
 from d2l_bert.tokenization.sentences import Document, Source
 
 
@@ -177,11 +178,7 @@ def text_documents(file: Path, counts: Counter, documents: str = "auto") -> Iter
 
 def _beginning(texts):
     """The first texts of an iterator, until they have `READ_CHARACTERS` characters."""
-    first, size = [], 0
-    while size < READ_CHARACTERS and (text := next(texts, None)) is not None:
-        first.append(text)
-        size += 1 + len(text)
-    return first
+    return next(grouped(texts, lambda text: 1 + len(text), READ_CHARACTERS), [])
 
 
 def decoded(file: Path, stdin: BinaryIO | None = None) -> Iterator[str]:
@@ -376,7 +373,9 @@ def row_documents(texts: Iterable[str], counts: Counter, documents: str = "auto"
     are_sentences = division.lines == "sentences"
     rows = itertools.chain(first, texts)
     if documents == "file":
-        for block in iter(lambda: [" ".join(text.split()) for text in itertools.islice(rows, BLOCK_ROWS)], []):
+        for block in iter(
+            lambda: [" ".join(DELETED.sub("", text).split()) for text in itertools.islice(rows, BLOCK_ROWS)], []
+        ):
             counts[f"rows read in documents of {BLOCK_ROWS} rows"] += len(block)
             yield Document(block, are_sentences=are_sentences)
     for text in rows:

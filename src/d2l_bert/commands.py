@@ -380,10 +380,11 @@ def export_command(arguments) -> None:
             said, figures, has_its_head = export(arguments.source, folder, config)
             if not config.onnx_only:
                 carry_card(arguments.source, folder, target.resolve().name, has_its_head, figures)
+            if page:
+                write_page(folder, target.resolve().name, page)
         print(f"{target}: {said}")
-        if page:
-            write_page(target, page)
-            print(f"the page: python -m http.server --bind 127.0.0.1 --directory {config.page}")
+    if page:
+        print(f"the page: python -m http.server --bind 127.0.0.1 --directory {config.page}")
 
 
 @command(
@@ -407,7 +408,7 @@ def demo_command(arguments) -> None:
 
 @command(
     "DIR REPO_ID [OPTIONS]",
-    argument("folder", "DIR", "the output folder of pretrain, or of save_pretrained"),
+    argument("folder", "DIR", "the output folder of pretrain, finetune, convert or export"),
     argument("repo_id", "REPO_ID", "owner/name, or a name under your account"),
     options="model_cards.config.PublishConfig",
 )

@@ -62,6 +62,7 @@ class QuestionAnswering(tasks.Task):
         return row._replace(texts=(question, context), label=[] if is_impossible else answers)
 
     def learn(self, train):
+        self.settings["num_labels"] = 2  # the first token and the last, whatever the model was trained for before
         self.has_unanswerable = not all(row.label for row in train.rows)
 
     def checked(self, row, split):

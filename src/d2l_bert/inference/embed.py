@@ -4,7 +4,7 @@ import contextlib
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from d2l_bert import folders, messages
 from d2l_bert.inference.config import EmbedConfig
 from d2l_bert.modeling import conversion, loading
 from d2l_bert.tokenization import account, rules, sources
+from d2l_bert.tokenization.division import grouped
 
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,8 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
     queries = backend.encode_batch(config.nearest)
     wanted = vectors_of(queries, model, tokenizer, config)
     with vector_file(Path(config.output), size) if config.output else contextlib.nullcontext() as append:
-        for rows in messages.with_progress(groups(all_rows), f"embedding {source}", documents_in=len, unit="line"):
+        groups = grouped(all_rows, lambda row: max(len(row[0]), 256), GROUP_CHARACTERS)
+        for rows in messages.with_progress(groups, f"embedding {source}", documents_in=len, unit="line"):
             lines, cells = zip(*rows, strict=True)
             encodings = backend.encode_batch_fast(lines)
             has_vectors = VECTOR in cells[0]
@@ -78,7 +80,7 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
             if has_vectors:
                 first, what = vectors, f"{source}: the column {VECTOR!r} holds no vectors of one size"
                 with messages.explained(what, "rename the column", ValueError, TypeError):
-                    vectors = torch.tensor([row[VECTOR] for row in cells], dtype=torch.float32)
+                    vectors = torch.tensor([row.get(VECTOR) for row in cells], dtype=torch.float32)
                 is_same = vectors.shape[1:] == first.shape[1:] and torch.allclose(vectors[:1], first, 1e-2, 1e-3)
                 messages.refuse_first(
                     {
@@ -96,13 +98,14 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
                 negative = (-torch.cosine_similarity(vectors, query)).tolist()  # the largest cosine comes first
                 new = zip(negative, range(totals["lines"] + 1, sys.maxsize), lines, strict=False)
                 found[:] = sorted([*found, *(each for each in new if each[2].strip())])[: config.top_k]
-            has_unknown = any(tokenizer.unk_token_id in encoding.ids for encoding in encodings)
             totals.update(
                 lines=len(lines),
                 empty=sum(not line.strip() for line in lines),
                 characters=len("".join("".join(lines).split())),
                 unknown=(
-                    account.account_of(rules.count_words(lines), tokenizer)["unknown_characters"] if has_unknown else 0
+                    account.account_of(rules.count_words(lines), tokenizer)["unknown_characters"]
+                    if any(tokenizer.unk_token_id in encoding.ids for encoding in encodings)
+                    else 0
                 ),
                 cut=sum(len(encoding) == limit and bool(encoding.overflowing) for encoding in encodings),
             )
@@ -144,19 +147,6 @@ def evened(vectors: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     variances, directions = torch.linalg.eigh(torch.cov((vectors - mean).T))
     scaled = directions / variances.clamp_min(max(1e-12, LEAST_VARIANCE * float(variances[-1]))) ** 0.25
     return lambda given: (given - mean) @ scaled
-
-
-def groups(rows: Iterable[tuple[str, dict]]) -> Iterator[list[tuple[str, dict]]]:
-    """Groups of consecutive rows of `sources.lines_and_cells`, with lines of about `GROUP_CHARACTERS`."""
-    group, characters = [], 0
-    for row in rows:
-        group.append(row)
-        characters += max(len(row[0]), 256)
-        if characters >= GROUP_CHARACTERS:
-            yield group
-            group, characters = [], 0
-    if group:
-        yield group
 
 
 @torch.inference_mode()
@@ -211,11 +201,14 @@ def vector_file(output: Path, size: int) -> Iterator[Callable[[Sequence[dict], n
                 names = dict.fromkeys(name for row in [writer.schema.names if writer else [], *cells] for name in row)
                 columns = {name: [row.get(name) for row in cells] for name in names}
                 columns[VECTOR] = pa.FixedSizeListArray.from_arrays(vectors.ravel(), size)
-                what = f"{output}: a column holds values of several kinds, or begins after the first rows"
                 with messages.explained(
-                    what, "make rows alike, or give --output FILE.npy", pa.ArrowException, OverflowError, KeyError
+                    f"{output}: a column holds values of several kinds, or begins after the first rows",
+                    "make rows alike, or give --output FILE.npy",
+                    *(pa.ArrowException, OverflowError, KeyError),
                 ):
-                    table = pa.table(columns, schema=writer and pa.schema(map(writer.schema.field, columns)))
+                    table = pa.table(columns)
+                    # Unlike a schema for the conversion, a cast changes no number in silence.
+                    table = table.cast(pa.schema(map(writer.schema.field, columns))) if writer else table
                 writer = writer or stack.enter_context(pq.ParquetWriter(partial, table.schema, compression="zstd"))
                 writer.write_table(table)
 

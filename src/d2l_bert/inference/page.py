@@ -35,17 +35,18 @@ def copy_runtime(folder: Path, runtime: str) -> None:
             shutil.copyfile(Path(runtime, "node_modules", name), folder / "runtime" / Path(name).name)
 
 
-def write_page(exported: Path, folder: Path) -> None:
+def write_page(exported: Path, name: str, folder: Path) -> None:
     """
     Put the model into a folder that `copy_runtime` has filled.
 
     Args:
         exported: what `d2l-bert export` has written.
+        name: the model's name on the page.
 
     Raises:
         UserError: the model is for another task than those of `PAGE_TASKS`, or has more than one class for a text.
     """
-    metrics, name = folders.read_json(exported / "metrics.json"), exported.resolve().name
+    metrics = folders.read_json(exported / "metrics.json")
     task, problem = metrics["export"]["task"], folders.read_json(exported / "config.json").get("problem_type")
     messages.refuse_first(
         {
