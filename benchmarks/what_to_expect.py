@@ -125,12 +125,13 @@ def plot(found: dict, file: Path) -> None:
     for name, by_words in found.items():
         rows = list(by_words.values())
         panel.plot([row["words_seen"] for row in rows], [row["mlm_loss"] for row in rows], "o-", ms=4, label=name)
-        for row in rows:
-            place = (row["words_seen"], row["mlm_loss"])
-            panel.annotate(f"{row['minutes']:.0f} min", place, xytext=(4, 4), textcoords="offset points", fontsize=8)
+        place = (rows[-1]["words_seen"], rows[-1]["mlm_loss"])
+        panel.annotate(f"{rows[-1]['minutes']:.0f} min", place, (4, 4), textcoords="offset points", fontsize=9)
     entropy = next(iter(next(iter(found.values())).values()))["token_entropy"]
     panel.axhline(entropy, color="0.6", linestyle=":", label=f"frequencies alone: {entropy:.2f}")
-    panel.set(xscale="log", xlabel="words seen", ylabel="held-out MLM loss, nats")
+    panel.set(xscale="log", xlim=(8e5, 6e7), xlabel="words seen", ylabel="held-out MLM loss, nats")
+    panel.set_xticks([1e6 * mark for mark in MARKS], [f"{mark}M" for mark in MARKS])
+    panel.minorticks_off()
     panel.grid(alpha=0.3)
     panel.legend(frameon=False)
     drawing.savefig(file, dpi=120)
