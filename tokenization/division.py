@@ -133,7 +133,7 @@ def _count_full(going_on, size):
 
 def _columns(text):
     """How many columns a text takes in a terminal: two for a letter of Chinese, Japanese or Korean."""
-    return len(text) + sum(unicodedata.east_asian_width(character) in "WF" for character in text)
+    return len(text) + sum(unicodedata.east_asian_width(c) in "WF" for c in ("" if text.isascii() else text))
 
 
 def divided(lines: Iterable[str], division: Division, longest: int) -> Iterator[Iterator[str]]:
