@@ -109,7 +109,7 @@ def account_line(account: dict) -> str:
         f"of {account['characters']:,} characters: {share_unknown(account):.2%} stand in [UNK]; dropped are "
         f"{account['dropped_marks']:,} marks and {account['dropped_characters']:,} control, invisible or private-use "
         f"characters; of {account['word_types']:,} word types {merged:.2%} became equal to another that differs by "
-        f"more than case"
+        f"more than case (--lowercase false keeps case)"
     )
 
 
