@@ -38,7 +38,7 @@ from benchmarks.peers import CONTESTANTS, ContestantProcess, Ours
 from benchmarks.turns import BASE, Task, heading, positive
 from d2l_bert import RECIPES, D2lBertConfig
 from d2l_bert.__main__ import main as d2l_bert
-from d2l_bert.modeling.fast_paths import VARLEN, without_padding
+from d2l_bert.training.data.unpadded import VARLEN, without_padding
 from d2l_bert.training.devices import matmul_peak
 
 

@@ -15,8 +15,8 @@ import torch
 from torch.nn import functional as F
 from transformers import DataCollatorForLanguageModeling
 
-from d2l_bert.modeling import conversion, export, loading
-from d2l_bert.tokenization import prepare
+from d2l_bert.modeling import conversion, export
+from d2l_bert.tokenization import existing_tokenizers, prepare
 from d2l_bert.tokenization.config import TextConfig
 
 
@@ -26,7 +26,7 @@ CHARACTERS, LENGTH, ROWS = 100_000, 128, 32  # of the text; most tokens of a sen
 def cost_of_int8(folder: str, sentences: list[str]) -> dict[str, dict[str, float]]:
     """For each of the two files the `loss`, in nats a masked token, and the `seconds`."""
     model, _ = conversion.read_model(folder)
-    tokenizer = loading.read_tokenizer(folder, model.config)
+    tokenizer = existing_tokenizers.read_tokenizer(folder, model.config)
     collate = DataCollatorForLanguageModeling(tokenizer, seed=0)
     length = min(LENGTH, model.config.max_position_embeddings)
     files = {name: export.OnnxModel(Path(folder, name), model.config) for name in (export.FLOAT, export.INT8)}

@@ -71,9 +71,8 @@ class Ours:
     def __init__(self, setup):
         from d2l_bert import D2lBertConfig, PretrainConfig
         from d2l_bert.commands import keep_freed_memory
-        from d2l_bert.modeling.fast_paths import compiled_blocks
         from d2l_bert.training.data.batches import counts_of
-        from d2l_bert.training.devices import make_accelerator, with_defaults
+        from d2l_bert.training.devices import compiled_blocks, make_accelerator, with_defaults
         from d2l_bert.training.initialize import make_model
         from d2l_bert.training.optimizer import Learner
 

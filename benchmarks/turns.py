@@ -16,11 +16,11 @@ import transformers
 
 from benchmarks.peers import Contestant, write_step
 from d2l_bert import D2lBertConfig, PretrainConfig
-from d2l_bert.modeling.arithmetic import training_arithmetic
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.training.data.batches import counts_of
 from d2l_bert.training.data.steps import TrainingSteps
 from d2l_bert.training.devices import matmul_peak
+from d2l_bert.training.log import training_arithmetic
 from d2l_bert.training.recipes import architecture_options
 
 

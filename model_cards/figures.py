@@ -1,9 +1,10 @@
-"""The figures that a card may show: their names and units, and where metrics.json has them."""
+"""The figures that a card may show: their names and units, where metrics.json has them; the table of a fine-tuning."""
 
 import math
 import re
 from typing import NamedTuple
 
+from d2l_bert.messages import counted
 from d2l_bert.pair_tasks import PAIR_TASKS
 
 
@@ -183,3 +184,34 @@ def no_better(metrics: dict, split: str) -> str:
     shown = [f"{name.replace('_', ' ')} {shown_metric(name, value)}" for name, value in known["figures"].items()]
     beaten = "" if known["is_beaten"] else "; the model does no better"
     return f"{known['prediction']}: {', '.join(shown)}{beaten}"
+
+
+def results_table(metrics: dict, splits: dict[str, dict]) -> str:
+    """
+    The figures of a fine-tuned model, for the terminal: for each measured split a line for each seed, their mean and
+    standard deviation, and what a prediction reaches that needs no model.
+
+    Args:
+        metrics: the content of metrics.json.
+        splits: by the name of a split the `name` of its data and its number of `rows`.
+    """
+    names, kept, lines = metrics["metrics_shown"], metrics["kept_seed"], []
+    for split, means in metrics["mean"].items():
+        rows = {f"seed {of['seed']}": of[split] for of in metrics["seeds"]}
+        if len(rows) > 1:
+            rows = {f"{label}{' (kept)' * (label == f'seed {kept}')}": row for label, row in rows.items()}
+            rows |= {"mean": means, "sd": metrics["sd"][split]}
+        table = [["", *names]]
+        table += [[label, *(shown_metric(name, row[name]) for name in names)] for label, row in rows.items()]
+        widths = [max(map(len, column)) + 3 for column in zip(*table, strict=True)]
+        lines += [
+            f"{split}: {counted(splits[split]['rows'], 'row')} of {splits[split]['name']}; "
+            f"{metrics['unknown_share'][split]:.1%} of the characters in [UNK]"
+            f"{'; they chose the model, which is worse on new rows' if split == 'validation' else ''}",
+            *("".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in table),
+        ]
+        if metrics["f1_of"]:
+            lines.append(f"  f1 is that of the class {metrics['f1_of']!r}")
+        if comparison := no_better(metrics, split):
+            lines.append(f"  {comparison}")
+    return "\n".join(lines)

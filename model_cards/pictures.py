@@ -1,11 +1,22 @@
-"""Pictures: training_curves.png, the losses and accuracies of a run; and panels with curves over its steps."""
+"""Pictures: training_curves.png, the losses and metrics of a run over its steps; and a confusion matrix."""
 
 import math
 from pathlib import Path
 
 import numpy as np
 
+from d2l_bert.messages import shortened
+from d2l_bert.model_cards.figures import METRICS
 from d2l_bert.pair_tasks import pair_task
+
+
+CONFUSION_FILE = "confusion_matrix.png"
+
+# With more classes than this, there is no confusion matrix: nothing in it could be read.
+MOST_CLASSES = 30
+
+# Names may hold two $, which matplotlib would read as mathematics.
+AS_TEXT = {"text.parse_math": False}
 
 
 def plot_curves(rows: list[dict], path: Path) -> None:
@@ -59,3 +70,72 @@ def panels_of_curves(rows: list[dict], panels: dict[str, dict[str, str]]):
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def plot_finetuning(rows: list[dict], metric: str, title: str, path: Path) -> None:
+    """
+    Draw the losses of a fine-tuning, and the metric that chooses, over the steps.
+
+    Args:
+        rows: those of Trainer's log.
+        metric: the name of the metric.
+    """
+    import matplotlib
+
+    panels = {"loss": {"training": "loss", "validation": "eval_loss"}}
+    if metric != "loss" and any("eval_loss" in row for row in rows):
+        unit = " (%)" if METRICS[metric][1] == "%" else ""
+        panels[metric.replace("_", " ") + unit] = {"validation": f"eval_{metric}"}
+    with matplotlib.rc_context(AS_TEXT):
+        figure = panels_of_curves(rows, panels)
+        figure.suptitle(title, fontsize=10)
+        for panel in figure.axes:
+            panel.legend(frameon=False, fontsize=9)
+        figure.savefig(path, dpi=120)
+
+
+def plot_confusion(true, predicted, names: list[str], rows_name: str, path: Path) -> str:
+    """
+    Draw a confusion matrix: in each cell the share of the true class, so that rare classes show as clearly as others.
+
+    Args:
+        true, predicted: names of classes (N,), or 0 or 1 for each row and class (N, C).
+        names: the classes.
+        rows_name: the name of the data, for the title.
+
+    Returns:
+        What the picture shows; "" if there is none: for more than `MOST_CLASSES`, for several labels of a row, and for
+        entities, which may have no type on one side.
+    """
+    import matplotlib
+    from matplotlib import font_manager
+    from matplotlib.figure import Figure
+    from sklearn.metrics import ConfusionMatrixDisplay
+
+    if len(names) > MOST_CLASSES or np.ndim(true) == 2 or not set(true) <= set(names):
+        return ""
+    shown, caption = [shortened(name, 24) for name in names], f"Confusion matrix on {rows_name}"
+    known = font_manager.get_font(font_manager.findfont(font_manager.FontProperties())).get_charmap()
+    if any(ord(letter) not in known for letter in "".join(shown)):  # matplotlib's font has no CJK, among others
+        shown, caption = list(range(len(names))), f"{caption}; classes by their numbers in config.json"
+    share = np.mean([one == other for one, other in zip(true, predicted, strict=True)])
+    side = max(5.0, 2.5 + 0.5 * len(names))  # inches
+    with matplotlib.rc_context(AS_TEXT):
+        figure = Figure(figsize=(side, side), layout="constrained")
+        panel = figure.subplots()
+        title = f"Confusion matrix on {rows_name}: {len(true):,} labels, accuracy {share:.1%}"
+        panel.set_title(title, fontsize=10, wrap=True)
+        ConfusionMatrixDisplay.from_predictions(
+            true,
+            predicted,
+            labels=names,
+            display_labels=shown,
+            normalize="true",
+            values_format=".0%",
+            cmap="Blues",
+            colorbar=False,  # each cell has its number
+            xticks_rotation="vertical" if len(names) > 2 else "horizontal",
+            ax=panel,
+        )
+        figure.savefig(path, dpi=120)
+    return caption

@@ -322,10 +322,6 @@ def longest_input(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 # Saving
 
 
-# Fields of `D2lBertConfig` that a run with --init_from may change.
-FREE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
-
-
 # The entry `auto_map` of config.json: the class that each Auto class loads with `trust_remote_code=True`.
 AUTO_MAP = {
     "AutoConfig": "configuration_d2l_bert.D2lBertConfig",

@@ -5,11 +5,11 @@ from pathlib import Path
 from transformers import BertConfig
 
 from d2l_bert.messages import explained, reading_model, refuse_first
+from d2l_bert.tokenization.existing_tokenizers import has_tokenizer, read_tokenizer
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 
 from . import conversion, d2l_checkpoints
 from .configuration_d2l_bert import D2lBertConfig
-from .loading import has_tokenizer, read_tokenizer
 
 
 def convert(

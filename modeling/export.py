@@ -13,9 +13,9 @@ import torch
 from transformers.modeling_outputs import ModelOutput
 
 from d2l_bert import messages
-from d2l_bert.tokenization import wordpiece
+from d2l_bert.tokenization import existing_tokenizers, wordpiece
 
-from . import conversion, loading, modeling_d2l_bert
+from . import conversion, modeling_d2l_bert
 from .config import TASKS, ExportConfig
 from .modeling_d2l_bert import D2lBertPreTrainedModel
 
@@ -42,7 +42,7 @@ def export(source: str, folder: Path, config: ExportConfig) -> tuple[str, dict, 
     """
     model, saved, task = read_for_task(source, config.task)
     with messages.reading_model(source):
-        tokenizer = loading.read_tokenizer(source, model.config)
+        tokenizer = existing_tokenizers.read_tokenizer(source, model.config)
     pairs = {}  # of each file the model that it was made from, and the file as a model
     with (
         messages.explained("export needs ONNX", "pip install 'd2l-bert[onnx]'", ImportError),

@@ -19,8 +19,8 @@ from d2l_bert.messages import UserError
 from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.model_cards.publish import publish
 from d2l_bert.modeling.conversion import save_model
-from d2l_bert.modeling.loading import load_tokenizer
 from d2l_bert.tokenization.config import TextConfig
+from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.finetuning.config import FinetuneConfig

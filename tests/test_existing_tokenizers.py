@@ -12,8 +12,9 @@ from test_export import NODE_MODULES, needs_node
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast
 
-from d2l_bert.modeling.loading import hash_of_model, load_tokenizer
+from d2l_bert.modeling.loading import hash_of_model
 from d2l_bert.tokenization.encoding import SentenceEncoder
+from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
 from d2l_bert.tokenization.rules import count_words
 from d2l_bert.tokenization.wordpiece import (
     SPECIAL_TOKENS,

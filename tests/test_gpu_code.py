@@ -24,9 +24,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining, PretrainConfig
 from d2l_bert.modeling import modeling_d2l_bert as modeling
-from d2l_bert.modeling.fast_paths import VARLEN, without_padding
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.training.data.steps import TrainingSteps
+from d2l_bert.training.data.unpadded import VARLEN, without_padding
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -18,11 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.messages import UserError
-from d2l_bert.modeling.arithmetic import training_arithmetic
 from d2l_bert.training import log
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.devices import matmul_peak
-from d2l_bert.training.log import RunLog, kind_of
+from d2l_bert.training.log import RunLog, kind_of, training_arithmetic
 from d2l_bert.training.optimizer import StepStats
 
 

@@ -11,9 +11,9 @@ from text_sources import write_files, write_table
 
 from d2l_bert.__main__ import main
 from d2l_bert.messages import UserError
-from d2l_bert.modeling.loading import load_tokenizer
 from d2l_bert.tokenization import prepare as preparing
 from d2l_bert.tokenization.config import TextConfig
+from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.tokenization.prepared_folder import write_prepared_folder
 from d2l_bert.tokenization.text_store import held_out_documents

@@ -12,6 +12,9 @@ from d2l_bert.tokenization.config import TextConfig
 # The default micro-batch in tokens: enough to keep a CPU busy, few enough for its memory.
 MICRO_BATCH_TOKENS = 2**14
 
+# Fields of `D2lBertConfig` that a run with --init_from may change.
+FREE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
+
 
 @dataclass(kw_only=True)
 class PretrainConfig(TextConfig):

@@ -14,16 +14,17 @@ from transformers import (
 )
 
 from d2l_bert.messages import UserError, explained, reading_model, refuse_first, shortened
-from d2l_bert.modeling import conversion, loading
+from d2l_bert.modeling import conversion
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.tokenization.config import TextConfig
+from d2l_bert.tokenization.existing_tokenizers import has_tokenizer, load_tokenizer
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.tokenization.prepared_folder import PreparedText, corpus_is_prepared
 from d2l_bert.tokenization.wordpiece import (
     pieces,
 )
-from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.config import FREE_FIELDS, PretrainConfig
 
 
 logger = logging.getLogger(__name__)
@@ -149,12 +150,12 @@ def start_from(
     label, saved = f"init_from {run.init_from}", read_architecture(run.init_from)
     values = {field: (getattr(saved, field), getattr(architecture, field)) for field in D2lBertConfig.__annotations__}
     with reading_model(run.init_from, "init_from "):
-        place = run.init_from if loading.has_tokenizer(run.init_from) or not run.tokenizer else run.tokenizer
-    known = loading.load_tokenizer(place)
+        place = run.init_from if has_tokenizer(run.init_from) or not run.tokenizer else run.tokenizer
+    known = load_tokenizer(place)
     cases = {
         **{
             f"{field} is {of_model!r} there, and {of_run!r} here; take the model's value": (
-                of_model != of_run and field not in (*conversion.FREE_FIELDS, "vocab_size", "pad_token_id")
+                of_model != of_run and field not in (*FREE_FIELDS, "vocab_size", "pad_token_id")
             )
             for field, (of_model, of_run) in values.items()
         },
@@ -162,7 +163,7 @@ def start_from(
         f"tokenizer that the model was trained with": len(known) != saved.vocab_size,
     }
     refuse_first(cases, f"{label}: ")
-    of_run = tokenizer or (loading.load_tokenizer(run.tokenizer) if run.tokenizer else known)
+    of_run = tokenizer or (load_tokenizer(run.tokenizer) if run.tokenizer else known)
     with explained(
         f"{label}: another vocabulary", "use the model's tokenizer, unchanged or with --extend_vocab", UserError
     ):
@@ -225,4 +226,4 @@ def added_entries(old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) ->
 def prepare_with_tokenizer(run: TextConfig) -> PreparedText:
     """The text of a run (`prepare`), with the existing tokenizer that the run names, if it does."""
     name = None if corpus_is_prepared(run) else run.existing_tokenizer()
-    return prepare(run, None if name is None else loading.load_tokenizer(name))
+    return prepare(run, None if name is None else load_tokenizer(name))

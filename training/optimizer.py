@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from d2l_bert.folders import short_hash
-from d2l_bert.modeling.fast_paths import VARLEN
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.training import checkpoint, devices
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data.steps import Step, on_each
+from d2l_bert.training.data.unpadded import VARLEN
 from d2l_bert.training.held_out import SUMS, held_out_counts, held_out_metrics
 
 

@@ -25,7 +25,6 @@ from d2l_bert import folders
 from d2l_bert.messages import GO_ON, is_out_of_memory, refuse_first, report
 from d2l_bert.model_cards.config import check_license
 from d2l_bert.model_cards.publish import check_push, publish_run
-from d2l_bert.modeling import fast_paths
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.pair_tasks import PAIR_TASKS, unit
 from d2l_bert.tokenization.prepared_folder import PreparedText, corpus_is_prepared
@@ -166,7 +165,7 @@ def train(
     with together():
         model = initialize.make_model(architecture, run, tokenizer, resumed is not None)
     learner = Learner(accelerator, model, run)
-    with fast_paths.compiled_blocks(learner.model, run.torch_compile), contextlib.ExitStack() as stack:
+    with devices.compiled_blocks(learner.model, run.torch_compile), contextlib.ExitStack() as stack:
         state = {"step": 0, "cursor": START}
         if resumed:
             on_main(run_folder.check_identity, resumed, identity)

@@ -5,9 +5,8 @@ import shlex
 from collections.abc import Callable
 
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
-from d2l_bert.modeling.conversion import FREE_FIELDS
 from d2l_bert.options import flag, flags
-from d2l_bert.training.config import LENGTH_OPTIONS, PretrainConfig
+from d2l_bert.training.config import FREE_FIELDS, LENGTH_OPTIONS, PretrainConfig
 
 
 # Each schedule of a recipe, and the option whose value follows after the schedule.

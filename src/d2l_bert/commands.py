@@ -156,8 +156,8 @@ def resolve_pretrain(arguments) -> tuple:
 
 def _refuse_what_is_fixed(arguments, run):
     """Refuse a flag whose value follows from the model, the tokenizer or the prepared folder that the run names."""
-    from d2l_bert.modeling.conversion import FREE_FIELDS
     from d2l_bert.tokenization.prepared_folder import fixed_options
+    from d2l_bert.training.config import FREE_FIELDS
     from d2l_bert.training.recipes import architecture_options
 
     fixed = fixed_options(run)

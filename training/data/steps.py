@@ -19,11 +19,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from d2l_bert.messages import GO_ON, UserError
-from d2l_bert.modeling.fast_paths import VARLEN, without_padding
 from d2l_bert.tokenization.processes import start_worker
 from d2l_bert.training.data import batches
 from d2l_bert.training.data.batches import ALONE, BatchMaker, Ranks
 from d2l_bert.training.data.order import MOST_EMPTY_WINDOWS, START, EpochPairs
+from d2l_bert.training.data.unpadded import VARLEN, without_padding
 
 
 # Steps that are made ahead of the training, seconds between two looks for a signal while waiting for one, and the most

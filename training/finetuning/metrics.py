@@ -1,16 +1,12 @@
-"""Metrics by scikit-learn and scipy (the extra `d2l-bert[finetune]`), the entities that tags mark, and pictures."""
+"""Metrics by scikit-learn and scipy (the extra `d2l-bert[finetune]`), and the entities that tags mark."""
 
 import re
 import string
 from collections import Counter
-from pathlib import Path
 
-import matplotlib
 import numpy as np
-from matplotlib import figure, font_manager
 
-from d2l_bert.messages import explained, shortened
-from d2l_bert.model_cards import card, figures, pictures
+from d2l_bert.messages import explained
 
 
 with explained(
@@ -28,16 +24,8 @@ LOWER_IS_BETTER = ("loss", "mse", "mae")
 # The letters before the type of an entity, by the name of the scheme: begin, inside, end or last, single or unit.
 SCHEMES = {"BIO": "BI", "BIOES": "BIES", "BILOU": "BILU"}
 
-CONFUSION_FILE = "confusion_matrix.png"
-
-# With more classes than this, there is no confusion matrix: nothing in it could be read.
-MOST_CLASSES = 30
-
 # With more classes than this, the table of predictions has no column of probabilities for each.
 PROBABILITY_COLUMNS = 20
-
-# Names may hold two $, which matplotlib would read as mathematics.
-as_text = matplotlib.rc_context({"text.parse_math": False})
 
 
 def class_metrics(labels, predicted, classes: int) -> dict[str, float]:
@@ -264,72 +252,3 @@ def answer_scores(prediction: str, gold: list[str]) -> tuple[float, float]:
         both = (Counter(said.split()) & Counter(answer.split())).total()
         f1.append(2 * both / (len(said.split()) + len(answer.split())) if said and answer else exact[-1])
     return max(exact), max(f1)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Pictures
-
-
-@as_text
-def draw_confusion(true, predicted, names: list[str], rows_name: str, folder: Path) -> dict[str, str]:
-    """
-    Draw a confusion matrix: in each cell the share of the true class, so that rare classes show as clearly as others.
-
-    Args:
-        true, predicted, names: as in `report_by_class`.
-        rows_name: the name of the data, for the title.
-
-    Returns:
-        The file's name and what it shows; {} for more than `MOST_CLASSES`, for several labels of a row, and for
-        entities, which may have no type on one side.
-    """
-    if len(names) > MOST_CLASSES or np.ndim(true) == 2 or not set(true) <= set(names):
-        return {}
-    shown, caption = [shortened(name, 24) for name in names], f"Confusion matrix on {rows_name}"
-    known = font_manager.get_font(font_manager.findfont(font_manager.FontProperties())).get_charmap()
-    if any(ord(letter) not in known for letter in "".join(shown)):  # matplotlib's font has no CJK, among others
-        shown, caption = list(range(len(names))), f"{caption}; classes by their numbers in config.json"
-    share = np.mean([one == other for one, other in zip(true, predicted, strict=True)])
-    side = max(5.0, 2.5 + 0.5 * len(names))  # inches
-    title = f"Confusion matrix on {rows_name}: {len(true):,} labels, accuracy {share:.1%}"
-    drawing = figure.Figure(figsize=(side, side), layout="constrained")
-    panel = drawing.subplots()
-    panel.set_title(title, fontsize=10, wrap=True)
-    sklearn.metrics.ConfusionMatrixDisplay.from_predictions(
-        true,
-        predicted,
-        labels=names,
-        display_labels=shown,
-        normalize="true",
-        values_format=".0%",
-        cmap="Blues",
-        colorbar=False,  # each cell has its number
-        xticks_rotation="vertical" if len(names) > 2 else "horizontal",
-        ax=panel,
-    )
-    drawing.savefig(folder / CONFUSION_FILE, dpi=120)
-    return {CONFUSION_FILE: caption}
-
-
-@as_text
-def draw_curves(rows: list[dict], metric: str, title: str, folder: Path) -> dict[str, str]:
-    """
-    Draw the losses, and the metric that chooses, over the steps.
-
-    Args:
-        rows: those of Trainer's log.
-        metric: the name of the metric.
-
-    Returns:
-        The file's name and what it shows.
-    """
-    panels = {"loss": {"training": "loss", "validation": "eval_loss"}}
-    if metric != "loss" and any("eval_loss" in row for row in rows):
-        unit = " (%)" if figures.METRICS[metric][1] == "%" else ""
-        panels[metric.replace("_", " ") + unit] = {"validation": f"eval_{metric}"}
-    drawing = pictures.panels_of_curves(rows, panels)
-    drawing.suptitle(title, fontsize=10)
-    for panel in drawing.axes:
-        panel.legend(frameon=False, fontsize=9)
-    drawing.savefig(folder / card.CURVES_FILE, dpi=120)
-    return {card.CURVES_FILE: "Loss and metric over the steps"}

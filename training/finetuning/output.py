@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from d2l_bert import folders, messages, options
-from d2l_bert.model_cards import card, figures
+from d2l_bert.model_cards import card, figures, pictures
 from d2l_bert.modeling import conversion, loading
 from d2l_bert.tokenization import account, wordpiece
 from d2l_bert.training import run_folder
@@ -69,7 +69,7 @@ def start_folder(config: FinetuneConfig, folder: Path, record: dict) -> None:
         cases[f"num_seeds was {seeds}; give as many or more, {way_out}"] = config.num_seeds < seeds
         return messages.refuse_first(cases, f"output_dir {folder}: ")
     # What this run may not replace of an earlier one, the weights first; all other files stay.
-    for name in (WEIGHTS_FILE, PREDICTIONS_FILE, card.METRICS_FILE, card.CURVES_FILE, measures.CONFUSION_FILE):
+    for name in (WEIGHTS_FILE, PREDICTIONS_FILE, card.METRICS_FILE, card.CURVES_FILE, pictures.CONFUSION_FILE):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
     folders.write_json(folder / card.RUN_FILE, record)
@@ -170,19 +170,36 @@ def write_folder(run, model, outputs: dict, tried: list[dict], seeds: list[dict]
             predicted = task.predictions(splits["test"], outputs["test"])
             write_table(partial / PREDICTIONS_FILE, splits["test"], predicted)
         title = f"{folder.resolve().name}: {run.config.task}, {attempt.name}"
-        metrics["pictures"] = measures.draw_curves(kept["log"], run.metric, title, partial)
+        pictures.plot_finetuning(kept["log"], run.metric, title, partial / card.CURVES_FILE)
+        metrics["pictures"] = {card.CURVES_FILE: "Loss and metric over the steps"}
         # Of the test rows, or of the validation rows if the test rows have no labels.
         for name in run.measured()[-1:]:
             if sides := task.sides(splits[name], outputs[name]):
                 metrics["classification_report"] = {name: measures.report_by_class(*sides)}
-                metrics["pictures"] |= measures.draw_confusion(*sides, splits[name].name, partial)
+                place = partial / pictures.CONFUSION_FILE
+                if caption := pictures.plot_confusion(*sides, splits[name].name, place):
+                    metrics["pictures"][place.name] = caption
         folders.write_json(partial / card.METRICS_FILE, metrics)
         folders.write_json(partial / card.RUN_FILE, run.record)
         text = card.render_card(partial, folder.resolve().name)
         (partial / card.CARD_FILE).write_text(text, encoding="utf-8")
     for other in {*attempt.parent.iterdir()} - {attempt}:
         shutil.rmtree(other / MODEL_FOLDER, ignore_errors=True)
-    return results_text(run, metrics)
+    steps = kept["steps"]
+    # Of 264 letters: after 36 steps a model tells three classes half of the time, after 180 four fifths.
+    few = (
+        f"; {steps} steps are few: try --num_train_epochs 20"
+        if steps < 200 and not (run.config.num_train_epochs or run.config.max_steps)
+        else ""
+    )
+    lines = [
+        figures.results_table(metrics, run.record["data"]["splits"]),
+        f"trained in {metrics['train_seconds']:,.0f} s; the model of seed {metrics['kept_seed']} with rate "
+        f"{metrics['learning_rate']:g} is in {folder}{few}",
+    ]
+    if "test" in splits:
+        lines.append(f"predictions for the test rows: {folder / PREDICTIONS_FILE}")
+    return "\n".join(lines)
 
 
 def write_table(path: Path, split: Split, predicted: dict[str, list], is_for_excel: bool = False) -> None:
@@ -279,40 +296,3 @@ def _know_nothing(run, name, reached):
         "figures": {name: value for name, value in found.items() if value},  # its correlations are 0
         "is_beaten": sign * reached[metric] > sign * found[metric],
     }
-
-
-def results_text(run, metrics: dict) -> str:
-    """The table at the end of a run: a line for each seed, mean and standard deviation, and what the folder holds."""
-    names, lines = metrics["metrics_shown"], []
-    for split in run.measured():
-        kept = metrics["kept_seed"] if len(metrics["seeds"]) > 1 else None
-        rows = {f"seed {of['seed']}{' (kept)' * (of['seed'] == kept)}": of[split] for of in metrics["seeds"]}
-        if kept is not None:
-            rows |= {"mean": metrics["mean"][split], "sd": metrics["sd"][split]}
-        table = [["", *names]]
-        table += [[label, *(figures.shown_metric(name, row[name]) for name in names)] for label, row in rows.items()]
-        widths = [max(map(len, column)) + 3 for column in zip(*table, strict=True)]
-        lines += [
-            f"{split}: {messages.counted(len(run.splits[split].rows), 'row')} of {run.splits[split].name}; "
-            f"{metrics['unknown_share'][split]:.1%} of the characters in [UNK]"
-            f"{'; they chose the model, which is worse on new rows' if split == 'validation' else ''}",
-            *("".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in table),
-        ]
-        if metrics["f1_of"]:
-            lines.append(f"  f1 is that of the class {metrics['f1_of']!r}")
-        if comparison := figures.no_better(metrics, split):
-            lines.append(f"  {comparison}")
-    steps = metrics["seeds"][0]["steps"]
-    # Of 264 letters: after 36 steps a model tells three classes half of the time, after 180 four fifths.
-    few = (
-        f"; {steps} steps are few: try --num_train_epochs 20"
-        if steps < 200 and not (run.config.num_train_epochs or run.config.max_steps)
-        else ""
-    )
-    lines.append(
-        f"trained in {metrics['train_seconds']:,.0f} s; the model of seed {metrics['kept_seed']} with rate "
-        f"{metrics['learning_rate']:g} is in {run.folder}{few}"
-    )
-    if "test" in run.splits:
-        lines.append(f"predictions for the test rows: {run.folder / PREDICTIONS_FILE}")
-    return "\n".join(lines)

@@ -1,0 +1,156 @@
+"""Loads the tokenizers that exist: of a model's folder, of the Hub, a bare `vocab.txt` or `tokenizer.json`."""
+
+import logging
+import re
+import unicodedata
+from collections import Counter
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from transformers import BertTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import cached_file
+
+from d2l_bert.messages import reading_model, refuse_first
+from d2l_bert.tokenization.wordpiece import (
+    CONTINUATION,
+    SPECIAL_TOKENS,
+    general_tokenizer,
+    give_bert_inputs,
+    rules_of,
+    stock_tokenizer,
+)
+
+
+logger = logging.getLogger(__name__)
+
+# The files of a tokenizer's vocabulary, of which each model has one or the other.
+VOCABULARY_FILES = (
+    *("tokenizer.json", "vocab.txt", "vocab.json"),
+    *("spiece.model", "sentencepiece.bpe.model", "spm.model", "tokenizer.model"),
+)
+
+
+def has_tokenizer(name: str) -> bool:
+    """
+    Whether a model's folder or repository on the Hub also holds a tokenizer.
+
+    For a model without one, Transformers may silently make a tokenizer that knows special tokens alone.
+    """
+    return any(cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in VOCABULARY_FILES)
+
+
+def read_tokenizer(name: str, config) -> PreTrainedTokenizerBase:
+    """
+    The tokenizer in a model's folder or repository.
+
+    Args:
+        name: a folder or an id on the Hub.
+        config: the model's configuration.
+
+    Raises:
+        UserError: there is no tokenizer, it cannot be loaded, or it has more tokens than the model.
+    """
+    refuse_first({"it has no tokenizer; put its tokenizer.json beside it": not has_tokenizer(name)})
+    tokenizer = stock_tokenizer(name)
+    tokens = f"its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}"
+    refuse_first({f"{tokens}; put back the model's own": len(tokenizer) > config.vocab_size})
+    return tokenizer
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """
+    Load an existing WordPiece tokenizer to train with.
+
+    It may have tokens behind its vocabulary (`add_tokens`, `add_special_tokens`); in a text to train on they are
+    tokens, as in use.
+
+    Args:
+        name: a folder, an id on the Hub, a `vocab.txt` or a `tokenizer.json`.
+
+    Returns:
+        A `BertTokenizer`, or a `PreTrainedTokenizerFast`, which has the rules of its tokenizer.json. Either puts the
+        special tokens and segments around texts as BERT does.
+
+    Raises:
+        UserError: there is no tokenizer, it cannot be loaded, or it is no WordPiece tokenizer of these two classes
+            with BERT's special tokens.
+    """
+    with reading_model(name, "tokenizer "):
+        file = _bare_file(Path(name))
+        has_one = file is not None or has_tokenizer(name)
+        refuse_first({"it holds no tokenizer, such as a tokenizer.json or a vocab.txt; give one": not has_one})
+        tokenizer = stock_tokenizer(name) if file is None else _read_file(file)
+        is_bert = isinstance(tokenizer, BertTokenizer)
+        model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+        refuse_first(
+            {
+                f"it is a {type(tokenizer).__name__} of {type(model).__name__}, and must be a BertTokenizer, or a "
+                f"PreTrainedTokenizerFast of WordPiece; give another": (
+                    type(model).__name__ != "WordPiece" or not (is_bert or type(tokenizer) is PreTrainedTokenizerFast)
+                )
+            }
+        )
+        missing = [
+            role for role in ("pad", "unk", "cls", "sep", "mask") if getattr(tokenizer, f"{role}_token_id") is None
+        ]
+        refuse_first(
+            {
+                f"it has no {', '.join(missing)} token, and must have BERT's five; give another": missing,
+                f"its pieces inside of words begin with {model.continuing_subword_prefix!r}, not {CONTINUATION!r}; "
+                f"give another": model.continuing_subword_prefix != CONTINUATION,
+                f"an unknown word is {model.unk_token}, and its unk token {tokenizer.unk_token}; make them one": (
+                    model.unk_token != tokenizer.unk_token
+                ),
+                "its ids are not the numbers from 0 on, each once; give another": (
+                    sorted(tokenizer.get_vocab().values()) != list(range(len(tokenizer)))
+                ),
+            }
+        )
+    if not is_bert:
+        give_bert_inputs(tokenizer)
+    return tokenizer
+
+
+def _bare_file(path):
+    """The one file of a tokenizer, if `path` is it, or a folder with it and no settings of a tokenizer or a model."""
+    if any((path / file).exists() for file in ("tokenizer_config.json", "config.json")):
+        return None
+    return next((file for file in (path, path / "tokenizer.json", path / "vocab.txt") if file.is_file()), None)
+
+
+def _read_file(file):
+    """
+    The tokenizer of BERT's vocab.txt, in lower case if no entry has a capital letter; or of a tokenizer.json, a
+    `BertTokenizer` if that has the same rules.
+    """
+    is_text = file.suffix != ".json"
+    backend = None if is_text else Tokenizer.from_file(str(file))
+    entries = file.read_text(encoding="utf-8").removesuffix("\n").split("\n") if is_text else [*backend.get_vocab()]
+    missing = [token for token in SPECIAL_TOKENS if token not in entries]
+    (most, times), *_ = Counter(entries).most_common(1)
+    refuse_first(
+        {
+            f"it has no {', '.join(missing)}, and must have BERT's five special tokens; give another": missing,
+            f"the entry {most!r} stands there twice; give each entry once": times > 1,
+        }
+    )
+    if is_text:
+        has_capitals = any(entry != entry.lower() for entry in entries if not re.fullmatch(r"\[.+\]", entry))
+        logger.info(
+            f"{file}: read as BERT's vocabulary, {'with capital letters' if has_capitals else 'in lower case'}"
+        )
+        has_marks = any(unicodedata.category(each) == "Mn" for each in unicodedata.normalize("NFD", "".join(entries)))
+        return BertTokenizer(
+            vocab={entry: index for index, entry in enumerate(entries)},
+            do_lower_case=not has_capitals,
+            strip_accents=False if has_marks else None,
+        )
+    bert = BertTokenizer(
+        vocab=backend.get_vocab(with_added_tokens=False),
+        do_lower_case=getattr(backend.normalizer, "lowercase", False),
+        strip_accents=getattr(backend.normalizer, "strip_accents", None),
+        tokenize_chinese_chars=getattr(backend.normalizer, "handle_chinese_chars", True),
+    )
+    has_others = backend.get_vocab_size() > backend.get_vocab_size(with_added_tokens=False)
+    is_bert = not has_others and rules_of(bert.backend_tokenizer) == rules_of(backend)
+    return bert if is_bert else general_tokenizer(backend)
