@@ -73,8 +73,8 @@ def check_code(folder: Path):
     kind, modules = content.get("model_type"), {"d2l-bert": modeling_d2l_bert, "bert": transformers}
     if kind not in modules:
         raise UserError(
-            f"{folder}/config.json: names a {kind} model, not a d2l-bert or a bert one; give a folder of pretrain, or "
-            f"publish another model with hf upload"
+            f"{folder}/config.json: {f'names a {kind} model' if kind else 'is missing, or names no model'}, not a "
+            f"d2l-bert or a bert one; give a folder of pretrain, or publish another model with hf upload"
         )
     with reading_model(f"{folder}/config.json"):  # an entry of the wrong type raises one of several exceptions
         config = transformers.AutoConfig.from_pretrained(folder)

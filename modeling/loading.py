@@ -21,7 +21,14 @@ from .conversion import load_and_compare
 
 
 # The commands that only a model with this head can do, by the end of its class; other commands take any encoder.
-COMMANDS_OF_HEADS = {"ForMaskedLM": "evaluate, fill-mask, ", "ForNextSentencePrediction": "next-sentence, "}
+COMMANDS_OF_HEADS = {
+    "ForMaskedLM": "evaluate, fill-mask, ",
+    "ForNextSentencePrediction": "next-sentence, ",
+    "ForSequenceClassification": "predict, ",
+    "ForTokenClassification": "predict, ",
+    "ForQuestionAnswering": "predict, ",
+    "ForMultipleChoice": "predict, ",
+}
 
 
 def read_parts(auto_class, name: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:

@@ -123,7 +123,7 @@ def test_held_out_documents_are_refused_where_they_are_not_those_of_the_run(trai
 @pytest.mark.parametrize(
     ("auto_class", "command", "others"),
     [
-        (AutoModelForSequenceClassification, "evaluate", {"embed", "attention", "finetune"}),
+        (AutoModelForSequenceClassification, "evaluate", {"embed", "attention", "finetune", "predict"}),
         (AutoModel, "evaluate", {"embed", "attention", "finetune"}),
         (AutoModelForMaskedLM, "next-sentence", {"embed", "attention", "finetune", "evaluate", "fill-mask"}),
     ],
@@ -146,6 +146,14 @@ def test_a_model_without_the_head_is_told_apart_from_a_damaged_one_with_the_comm
     state = {name: tensor for name, tensor in model.state_dict().items() if "layer.0.ffn" not in name}
     model.save_pretrained(folder, state_dict=state)
     assert "cannot be loaded" in fails(*words)
+
+
+def test_fill_mask_says_where_a_text_has_words_that_the_tokenizer_does_not_know(trained, capsys):
+    shown = []
+    for text in ("Anna [MASK].", "κηπος [MASK]."):
+        assert main(["fill-mask", str(trained), text]) == 0
+        shown.append("[UNK]" in capsys.readouterr().out.replace(text, ""))
+    assert shown == [False, True]
 
 
 def test_a_sentence_that_a_model_cannot_read_or_has_no_known_word_is_not_in_the_sample(trained, evaluate, tmp_path):

@@ -331,10 +331,11 @@ def advice(metrics: dict, train_words: int) -> str:
             f"{passes:,.0f} passes over the text, and more than {MANY_PASSES} add little; give more text, fewer steps "
             f"(--max_steps), or dropout (--hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1)"
         )
-    if metrics["eval_mlm_loss"] > LITTLE_LEARNT * metrics["eval_token_entropy"]:
+    loss, entropy = metrics["eval_mlm_loss"], metrics["eval_token_entropy"]
+    if loss > LITTLE_LEARNT * entropy:
         return (
-            f"the model has learnt little more than how frequent each token is, which alone gives an MLM loss of "
-            f"{metrics['eval_token_entropy']:.2f} nats; train longer (--max_minutes or --max_steps)"
+            f"the model has learnt {'little more' if loss < entropy else 'less'} than how frequent each token is, "
+            f"which alone gives an MLM loss of {entropy:.2f} nats; train longer (--max_minutes or --max_steps)"
         )
     return ""
 

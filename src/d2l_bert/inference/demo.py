@@ -17,16 +17,19 @@ load = functools.lru_cache(maxsize=8)(loading.load_pretrained)
 def filled_masks(model: str, text: str, top_k: int = 5) -> str:
     """The likeliest tokens for each [MASK] of a text, with their probabilities, a line each."""
     loaded, tokenizer, _ = load(AutoModelForMaskedLM, model)
-    attention.encoded_text(model, loaded, tokenizer, text)  # refuses a text that is too long
+    encoded = attention.encoded_text(model, loaded, tokenizer, text)  # refuses a text that is too long
     mask = tokenizer.mask_token
     messages.refuse_first({f"no {mask} in {text!r}; write {mask} in place of the word to predict": mask not in text})
     found = pipeline("fill-mask", model=loaded, tokenizer=tokenizer)(text, top_k=min(top_k, len(tokenizer)))
     masks = found if isinstance(found[0], list) else [found]
     titles = [f"  mask {number}\n" if len(masks) > 1 else "" for number in range(1, len(masks) + 1)]
-    return "\n".join(
+    lines = [
         title + bars([(entry["token_str"], entry["score"]) for entry in best])
         for title, best in zip(titles, masks, strict=True)
-    )
+    ]
+    if tokenizer.unk_token_id in encoded["input_ids"]:
+        lines.append(f"  {tokenizer.unk_token} in place of words that the tokenizer does not know")
+    return "\n".join(lines)
 
 
 def next_sentence(model: str, first: str, second: str) -> str:
