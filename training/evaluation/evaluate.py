@@ -26,9 +26,6 @@ from d2l_bert.training.evaluation.config import EvaluateConfig
 
 logger = logging.getLogger(__name__)
 
-# Their versions decide the figures, and stand in the JSON file.
-LIBRARIES = ("d2l-bert", "torch", "transformers", "tokenizers")
-
 
 @devices.restore_host_settings()
 def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
@@ -72,58 +69,54 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
             pseudo_likelihood.print_line_scores(models[0], config, accelerator)
             devices.shut_down(accelerator)
             return None
+        pairs = minimal_pairs.read_blimp(config.blimp) if config.blimp else []
+        encoded_pairs = [_encode_pairs(model, pairs, config) for model in models]
         if config.has_text():
-            runs = [text.run_of(model, config) for model in models]
-            positions, shortest = min((model.most_positions, model.name) for model in models)
-            length = config.max_seq_length or min(positions, *(run.max_seq_length for run in runs))
-            of_record = [run for run, model in zip(runs, models, strict=True) if model.record]
+            length = min(text.run_of(model, config).max_seq_length for model in models)
+            of_held_out = next((model for model in models if model.record), models[0])
             messages.refuse_first(
                 {
-                    f"max_seq_length {length}: {shortest} has {positions} positions; give at most this many": (
-                        length > positions
-                    ),
                     f"{names[0]}: no run_config.json says which documents its run held out; leave held_out out, or "
-                    f"name a model of pretrain first": config.held_out and not of_record,
+                    f"name a model of pretrain first": config.held_out and not of_held_out.record
                 }
             )
-    pairs = devices.on_main(minimal_pairs.read_blimp, config.blimp) if config.blimp else []
-    with devices.together():
-        encoded_pairs = [_encode_pairs(model, pairs, config) for model in models]
-    read = None
-    if config.has_text():
-        read = devices.main_first(text.read_text, config, (of_record or runs)[0])
-        read.sentences = text.sample_sentences(read, config.pppl_sentences, models, length)
-        if config.pppl_sentences and not read.sentences:
-            logger.warning(
-                f"no pseudo-perplexity: each sentence of {read.name} has no word without [UNK], or more tokens than "
-                f"max_seq_length ({length}); give shorter sentences, or a larger max_seq_length"
-            )
-    results = []
-    for model, encoded in zip(models, encoded_pairs, strict=True):
-        model.to(accelerator.device)
-        figures = {
-            "model": model.name,
-            "class": type(model.model).__name__,
-            "parameters": model.parameter_count,
-        }
-        if read:
-            with devices.together():
-                figures["text"] = text.evaluate_text(model, read, config, length, accelerator)
-        if pairs:
-            scores = pseudo_likelihood.pseudo_log_likelihoods(
-                model, encoded, config, accelerator, f"{model.name} on BLiMP"
-            )
-            figures["blimp"] = {
-                "score": config.score,
-                "unknown_share": account.unknown_share(model.tokenizer, minimal_pairs.sentences_of(pairs)),
-                **minimal_pairs.blimp_results(pairs, scores.numpy()),
+            corpus_name, part = devices.main_first(text.read_text, config, of_held_out)
+            sentences = text.sample_sentences(part, config.pppl_sentences, models, length)
+            if config.pppl_sentences and not sentences:
+                logger.warning(
+                    f"no pseudo-perplexity: each sentence of {corpus_name} has no word without [UNK], or more tokens "
+                    f"than max_seq_length ({length}); give shorter sentences, or a larger max_seq_length"
+                )
+        results = []
+        for model, encoded in zip(models, encoded_pairs, strict=True):
+            model.to(accelerator.device)
+            figures = {
+                "model": model.name,
+                "class": type(model.model).__name__,
+                "parameters": model.parameter_count,
             }
-        results.append(figures)
-        model.to("cpu")
+            if config.has_text():
+                figures["text"] = {
+                    **text.evaluate_text(model, corpus_name, part, config, length, accelerator),
+                    **(text.pseudo_perplexity(model, sentences, config, accelerator) if sentences else {}),
+                }
+            if pairs:
+                scores = pseudo_likelihood.pseudo_log_likelihoods(
+                    model, encoded, config, accelerator, f"{model.name} on BLiMP"
+                )
+                figures["blimp"] = {
+                    "score": config.score,
+                    "unknown_share": account.unknown_share(model.tokenizer, minimal_pairs.sentences_of(pairs)),
+                    **minimal_pairs.blimp_results(pairs, scores.numpy()),
+                }
+            results.append(figures)
+            model.to("cpu")
     content = {
-        "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
-        "options": {**dataclasses.asdict(config), **({"max_seq_length": length} if read else {})},
-        "text": read.name if read else None,
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("d2l-bert", "torch", "transformers", "tokenizers")
+        },
+        "options": {**dataclasses.asdict(config), **({"max_seq_length": length} if config.has_text() else {})},
+        "text": corpus_name if config.has_text() else None,
         "models": results,
     }
     devices.on_main(_write, content, table_of_runs(models, results), config)
@@ -136,11 +129,13 @@ def _encode_pairs(model, pairs, config):
     sentences = minimal_pairs.sentences_of(pairs)
     encoded = pseudo_likelihood.encode(model, sentences, config.score)
     unfit = np.flatnonzero((encoded.lengths > model.most_positions) | (encoded.scored_tokens == 0))
-    if len(unfit):
-        raise messages.UserError(
-            f"{model.name} has {model.most_positions} positions, and {encoded.lengths[unfit[0]]} tokens, or none "
-            f"beside special ones and [UNK], in the sentence {sentences[unfit[0]]!r:.60}; take the sentence out"
-        )
+    messages.refuse_first(
+        {
+            f"{model.name} has {model.most_positions} positions, and {encoded.lengths[number]} tokens, or none beside "
+            f"special ones and [UNK], in the sentence {sentences[number]!r:.60}; take the sentence out": True
+            for number in unfit
+        }
+    )
     return encoded
 
 
@@ -159,18 +154,13 @@ def _write(content: dict, of_runs: list[dict], config: EvaluateConfig) -> None:
             else:
                 columns = dict.fromkeys(name for row in of_runs for name in row)
                 csv.write_csv(pa.table({name: [row.get(name) for row in of_runs] for name in columns}), output)
-        logger.info(f"wrote {output}")
     for figures in content["models"] if config.update_card else ():
-        folder = Path(figures["model"])
-        evaluations.update_folder(folder, content["text"], figures.get("text"), figures.get("blimp"))
-        logger.info(f"{folder}: wrote the figures into metrics.json and README.md")
+        evaluations.update_folder(Path(figures["model"]), content["text"], figures.get("text"), figures.get("blimp"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The table of models
 
-
-LABEL_WIDTH = 38
 
 # The rows of a text's table: the label, the figure's name in `evaluate_text` or `pseudo_perplexity`, and its format.
 TEXT_ROWS = (
@@ -201,42 +191,47 @@ def evaluation_table(content: dict) -> str:
     """
     models = content["models"]
     texts, blimps = ([model[part] for model in models if part in model] for part in ("text", "blimp"))
-    names = [model["model"].rstrip("/") for model in models]
-    last_parts = [name.rsplit("/", 1)[-1] for name in names]
     rows = [
-        ("", last_parts if len({*last_parts}) == len(names) else names),
+        ("", [model["model"] for model in models]),
         ("parameters", [f"{model['parameters']:,}" for model in models]),
     ]
     if texts:
-        rows += [("", []), (f"Text: {content['text']}", [])]
-        rows += [
-            (f"  {label}", [format(text[key], form) if key in text else "-" for text in texts])
-            for label, key, form in TEXT_ROWS
-            if any(key in text for text in texts)
-        ]
-    if blimps:
-        pairs, count, score = (blimps[0][name] for name in ("pairs", "paradigm_count", "score"))
         rows += [
             ("", []),
-            (f"BLiMP, score {score}: {pairs:,} pairs in {count} of 67 paradigms", []),
-            ("  characters in [UNK]", [f"{blimp['unknown_share']:.1%}" for blimp in blimps]),
+            (f"Text: {content['text']}", []),
+            *(
+                (f"  {label}", [format(text[key], form) if key in text else "-" for text in texts])
+                for label, key, form in TEXT_ROWS
+                if any(key in text for text in texts)
+            ),
         ]
+    if blimps:
         phenomena = {name: [blimp["phenomena"][name] for blimp in blimps] for name in blimps[0]["phenomena"]}
-        for name, figures in {"all paradigms": blimps, **phenomena}.items():
-            cells = [f"{100 * each['accuracy']:.1f} ± {100 * each['standard_error']:.1f} %" for each in figures]
-            rows.append((f"  {name.replace('_', ' ')} ({figures[0]['paradigm_count']})", cells))
+        rows += [
+            ("", []),
+            (
+                f"BLiMP, score {blimps[0]['score']}: {blimps[0]['pairs']:,} pairs in {blimps[0]['paradigm_count']} of "
+                f"67 paradigms",
+                [],
+            ),
+            ("  characters in [UNK]", [f"{blimp['unknown_share']:.1%}" for blimp in blimps]),
+            *(
+                (
+                    f"  {name.replace('_', ' ')} ({figures[0]['paradigm_count']})",
+                    [f"{100 * each['accuracy']:.1f} ± {100 * each['standard_error']:.1f} %" for each in figures],
+                )
+                for name, figures in {"all paradigms": blimps, **phenomena}.items()
+            ),
+        ]
     width = max(14, *(len(cell) for _, cells in rows for cell in cells))
-    lines = [f"{label:<{LABEL_WIDTH}}" + "".join(f"  {cell:>{width}}" for cell in cells) for label, cells in rows]
-    if len({text["pair_task"] for text in texts}) > 1:
-        lines.append(
-            "\nThe models' rows hold different things (pairs for NSP, pairs for SOP, or single segments): with "
-            "--objective none all MLM figures are on single segments."
-        )
-    if len({text["tokens"] for text in texts}) > 1:
-        lines.append(
-            "\nThe models' tokenizers differ: compare the pseudo-perplexities, which are of words, not the losses and "
-            "perplexities of tokens."
-        )
+    lines = [f"{label:<38}" + "".join(f"  {cell:>{width}}" for cell in cells) for label, cells in rows]
+    notes = {
+        "\nThe models' rows hold different things (pairs for NSP, pairs for SOP, or single segments): with "
+        "--objective none all MLM figures are on single segments.": len({text["pair_task"] for text in texts}) > 1,
+        "\nThe models' tokenizers differ: compare the pseudo-perplexities, which are of words, not the losses and "
+        "perplexities of tokens.": len({text["tokens"] for text in texts}) > 1,
+    }
+    lines += [note for note, holds in notes.items() if holds]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -275,10 +270,9 @@ def table_of_runs(models: Sequence[masked_models.MaskedModel], results: list[dic
         metrics = folders.read_json(Path(model.name, card.METRICS_FILE))
         if "run" in model.record and metrics:
             same = {**PretrainConfig(**model.record["run"]).identity(), "seed": None, **model.record["architecture"]}
-            found = (folders.base_name(model.name), {**measured, "run": metrics})
-            groups.setdefault(json.dumps(same), []).append(found)
-    for group in groups.values():
-        names, runs = zip(*group, strict=True)
+            groups.setdefault(json.dumps(same), []).append({**measured, "run": metrics})
+    for runs in groups.values():
+        names = [folders.base_name(run["model"]) for run in runs]
         row = {"runs": re.sub(r"[-_. ]*\d*$", "", os.path.commonprefix(names)) or names[0], "seeds": len(runs)}
         for label, (part, name, factor, _) in RUN_COLUMNS.items():
             values = [factor * run[part][name] for run in runs if name in run.get(part, {})]

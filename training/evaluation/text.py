@@ -8,7 +8,7 @@ import math
 import numpy as np
 from accelerate import Accelerator
 
-from d2l_bert import folders, messages, options
+from d2l_bert import folders, messages
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.tokenization import account, encoding, prepare, text_store, token_store
 from d2l_bert.tokenization.config import SourceConfig
@@ -26,25 +26,11 @@ logger = logging.getLogger(__name__)
 ROW_OPTIONS = ("max_seq_length", "pairing", "mlm_probability", "masking", "max_eval_pairs")
 
 
-@dataclasses.dataclass
-class EvaluationText:
+def sample_sentences(
+    part: text_store.TextPart, most: int, models: list[MaskedModel], max_seq_length: int
+) -> list[str]:
     """
-    A text to evaluate on.
-
-    Args:
-        name: the names of its sources.
-        part: the documents to evaluate on.
-        sentences: the sample of `sample_sentences` for pseudo-perplexity.
-    """
-
-    name: str
-    part: text_store.TextPart
-    sentences: list[str] = dataclasses.field(default_factory=list)
-
-
-def sample_sentences(text: EvaluationText, most: int, models: list[MaskedModel], max_seq_length: int) -> list[str]:
-    """
-    A sample of sentences, the same for all models, drawn by `HELD_OUT_SEED`.
+    A sample of a text's sentences for pseudo-perplexity, the same for all models, drawn by `HELD_OUT_SEED`.
 
     A sentence that has no word to score, or more tokens than `max_seq_length`, for one of the models is left out.
     """
@@ -53,108 +39,126 @@ def sample_sentences(text: EvaluationText, most: int, models: list[MaskedModel],
         encoded = [encode(model, [sentence], whole_words=True) for model in models]
         return all(each.scored_tokens[0] and each.lengths[0] <= max_seq_length for each in encoded)
 
-    sample = list(text.part.sample(prepare.SAMPLED_CHARACTERS))
+    sample = list(part.sample(prepare.SAMPLED_CHARACTERS))
     order = np.random.default_rng(held_out.HELD_OUT_SEED).permutation(len(sample)).tolist()
     return list(itertools.islice(filter(fits, (sample[number] for number in order)), most))
 
 
 def run_of(model: MaskedModel, config: EvaluateConfig) -> PretrainConfig:
     """
-    The options of text and batches for a model: those that `config` gives for the rows, else those of the model's
-    run, by its `run_config.json`, else the defaults.
+    The options of a run on a text for a model: those that `config` gives for the rows, else those of the model's run,
+    by its `run_config.json`, else the defaults; `max_seq_length` is at most the positions of the model, and without
+    `config.held_out` the run does not decide `max_eval_pairs`.
 
     Raises:
         UserError: the record has a value that its option cannot have; the tokenizer lacks a special token; the model
-            has no head for `objective`; or `masking` needs the pieces of words that this tokenizer does not mark.
+            has fewer positions than `max_seq_length`, or no head for `objective`; or `masking` needs the pieces of
+            words that this tokenizer does not mark.
     """
-    groups = {field.name: field.metadata["group"] for field in dataclasses.fields(PretrainConfig)}
     recorded = model.record.get("run", {})
-    run = PretrainConfig(
-        **{name: value for name, value in recorded.items() if groups.get(name) in (options.TEXT, options.BATCHES)}
-    )
+    run = PretrainConfig(**{name: recorded[name] for name in PretrainConfig.__dataclass_fields__ if name in recorded})
     with messages.explained(f"{model.name}: run_config.json", "", messages.UserError):
         run.check_values()
     given = {name: getattr(config, name) for name in ROW_OPTIONS}
     run = dataclasses.replace(run, **{name: value for name, value in given.items() if value is not None})
-    tokenizer, task = model.tokenizer, model.task
-    kind = type(tokenizer.backend_tokenizer.model).__name__
-    found = f"a head for {task.short}" if task else "no head for pairs"
-    cases = {
-        "its tokenizer has no cls, sep or pad token, which rows of text need; use --blimp alone": None
-        in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id),
-        f"it has {found}, not one for objective {config.objective}; leave objective out, or give --objective none": (
-            config.objective in PAIR_TASKS and (task is None or task.key != config.objective)
-        ),
-        f"its {kind} tokenizer does not say where a word goes on, as masking {run.masking} needs; give --masking "
-        f"token": run.masking != "token" and kind != "WordPiece",
-    }
-    messages.refuse_first(cases, f"{model.name}: ")
-    return run
+    tokenizer = model.tokenizer
+    messages.refuse_first(
+        {
+            "its tokenizer has no cls, sep or pad token, which rows of text need; use --blimp alone": None
+            in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id),
+            f"max_seq_length {config.max_seq_length}: it has {model.most_positions} positions; give no more": (
+                config.max_seq_length is not None and config.max_seq_length > model.most_positions
+            ),
+            f"it has no head for objective {config.objective}; leave objective out, or give --objective none": (
+                config.objective in PAIR_TASKS and model.task is not PAIR_TASKS[config.objective]
+            ),
+            f"its tokenizer does not say where a word goes on, as masking {run.masking} needs; give --masking token": (
+                run.masking != "token" and type(tokenizer.backend_tokenizer.model).__name__ != "WordPiece"
+            ),
+        },
+        f"{model.name}: ",
+    )
+    return dataclasses.replace(
+        run,
+        max_seq_length=min(run.max_seq_length, model.most_positions),
+        max_eval_pairs=run.max_eval_pairs if config.held_out else config.max_eval_pairs,
+    )
 
 
-def read_text(config: EvaluateConfig, run: PretrainConfig | None) -> EvaluationText:
+def read_text(config: EvaluateConfig, model: MaskedModel) -> tuple[str, text_store.TextPart]:
     """
     Read the text, or find it in the cache.
 
     Args:
-        run: with `config.held_out`, its options decide how the text is read, unless those of `config` do, and which
-            documents are held out; else it is not read.
+        model: with `config.held_out`, the options of its run decide how the text is read, unless those of `config` do,
+            and which documents are held out.
+
+    Returns:
+        The names of its sources, and the documents to evaluate on.
 
     Raises:
         UserError: a source cannot be read, or there is too little text.
     """
-    given = {field.name: getattr(config, field.name) for field in dataclasses.fields(SourceConfig)}
-    if config.held_out:
-        given = {name: value for name, value in given.items() if value != getattr(EvaluateConfig(), name)}
-    run = dataclasses.replace(run if config.held_out else PretrainConfig(), **given)
+    default = EvaluateConfig()
+    names = [field.name for field in dataclasses.fields(SourceConfig)]
+    given = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
+    run = run_of(model, config) if config.held_out else PretrainConfig(dataset_split=config.dataset_split)
+    run = dataclasses.replace(run, **given)
     sources = prepare.open_sources(config.corpus, config.dataset, run.dataset_split, run, run.max_documents)
     name, store = prepare.read_sources(sources, run.language)
     messages.refuse_first({f"{name}: holds no sentence; give more text": not len(store)})
     if not config.held_out:
-        return EvaluationText(name, store.part())
+        return name, store.part()
     with messages.explained(name, "", messages.UserError):
         documents = text_store.held_out_documents(
             store.hashes, store.characters, run.validation_fraction, run.max_validation_characters
         )
-    return EvaluationText(f"{name}, held out", store.part(documents))
+    return f"{name}, held out", store.part(documents)
 
 
 def evaluate_text(
-    model: MaskedModel, text: EvaluationText, config: EvaluateConfig, max_seq_length: int, accelerator: Accelerator
+    model: MaskedModel,
+    name: str,
+    part: text_store.TextPart,
+    config: EvaluateConfig,
+    max_seq_length: int,
+    accelerator: Accelerator,
 ) -> dict:
     """
     Losses and accuracies of a model on a text, over the pairs and masks that every evaluation of the text has.
 
+    Args:
+        name, part: the text, as from `read_text`.
+
     Returns:
         The names of `held_out.held_out_metrics` without `eval_`; `pair_task`, `nsp` or `sop`, or None for a model
         without a head for pairs or with the objective `none`; `pair_head`, the task of the model's head or None;
-        `tokens` and `documents` of the text; `unknown_share`, the share of its characters in `[UNK]`; and the figures
-        of `pseudo_perplexity`, if the text has sentences for it. Every process gets the same figures.
+        `tokens` and `documents` of the text; and `unknown_share`, the share of its characters in `[UNK]`. Every
+        process gets the same figures.
 
     Raises:
         UserError: the text has no pair of segments, or no token to predict, for this model.
     """
-    tokens, run = _tokens(model, text, config), run_of(model, config)
-    most = run.max_eval_pairs if config.held_out else config.max_eval_pairs
-    ranks = Ranks(accelerator.num_processes, accelerator.process_index)
+    tokens, run = _tokens(model, name, part, config), run_of(model, config)
 
     def rows_for(task):
-        objective = {"objective": task.key if task else "none"}
-        shape = dataclasses.replace(run, max_seq_length=max_seq_length, max_eval_pairs=most, **objective)
-        return held_out.HeldOutPairs(tokens, model.tokenizer, shape, config.batch_tokens, text.name, ranks)
+        shape = dataclasses.replace(run, max_seq_length=max_seq_length, objective=task.key if task else "none")
+        ranks = Ranks(accelerator.num_processes, accelerator.process_index)
+        return held_out.HeldOutPairs(tokens, model.tokenizer, shape, config.batch_tokens, name, ranks)
 
     task = model.task if config.objective == "auto" else PAIR_TASKS.get(config.objective)
     rows = rows_for(task)
-    if task and not rows.has_pairs():
-        reason = f"no pair for {task.short} in this text, as where each document has one sentence"
-        messages.refuse_first({f"{text.name}: {reason}; give --objective none": config.objective != "auto"})
-        logger.warning(f"{text.name}: {reason}; evaluated are single segments (--objective none)")
+    if task and config.objective == "auto" and not rows.has_pairs():
+        logger.warning(
+            f"{name}: no pair for {task.short} in this text, as where each document has one sentence; evaluated are "
+            f"single segments (--objective none)"
+        )
         task, rows = None, rows_for(None)
     with messages.explained(model.name, "", messages.UserError):
         rows.one()  # raises if there is no row, or no token to predict
     batches = messages.with_progress(
         rows,
-        f"{model.name} on {text.name}",
+        f"{model.name} on {name}",
         sum(map(len, rows.parts())),
         lambda batch: len(batch["input_ids"]) * accelerator.num_processes,
         "row",
@@ -167,12 +171,11 @@ def evaluate_text(
         "pair_head": model.task.key if model.task else None,
         "tokens": len(tokens.ids),
         "documents": len(tokens),
-        "unknown_share": account.unknown_share(model.tokenizer, text.part.sample(prepare.SAMPLED_CHARACTERS)),
-        **(pseudo_perplexity(model, text.sentences, config, accelerator) if text.sentences else {}),
+        "unknown_share": account.unknown_share(model.tokenizer, part.sample(prepare.SAMPLED_CHARACTERS)),
     }
 
 
-def _tokens(model, text, config):
+def _tokens(model, name, part, config):
     """
     The tokenized text.
 
@@ -181,27 +184,35 @@ def _tokens(model, text, config):
             the text.
     """
     data = model.record.get("data", {})
-    is_text_of_run = data.get("text_fingerprint") == text.part.text.fingerprint
+    is_text_of_run = data.get("text_fingerprint") == part.text.fingerprint
     if is_text_of_run and not config.held_out:
-        way_out = "" if data.get("validation") else "; --held_out evaluates on the part that was held out"
-        logger.warning(f"{model.name} was trained on this very text, {text.name}{way_out}")
-    word_unit = data.get("tokenizer", {}).get("word_unit", "white space")
-    arguments = (text.part, model.sentence_tokenizer(), folders.cache_folder(), config.processes(), word_unit)
-    tokens = token_store.TokenizedCorpus(devices.main_first(encoding.prepare_tokens, *arguments))
+        logger.warning(f"{model.name} was trained on this very text, {name}; --held_out takes what its run held out")
+    tokens = token_store.TokenizedCorpus(
+        devices.main_first(
+            encoding.prepare_tokens,
+            part,
+            model.sentence_tokenizer(),
+            folders.cache_folder(),
+            config.processes(),
+            data.get("tokenizer", {}).get("word_unit", "white space"),
+        )
+    )
     asks_for_split = config.held_out and bool(data)
-    cases = {
-        "its run held nothing out, but had a validation text; give that text, and leave held_out out": (
-            asks_for_split and data.get("validation")
-        ),
-        "its run trained on another text than this one, or read it with other options; give the text of the "
-        "run, or leave held_out out": asks_for_split and not is_text_of_run,
-        f"no document of {text.name} holds a token that its tokenizer knows; give other text": not len(tokens),
-        "its run held out other documents: give its files in the same order, and no option that reads them otherwise; "
-        "a corpus of parts that were prepared apart cannot be held out again": (
-            asks_for_split and data.get("held_out_fingerprint") != tokens.fingerprint
-        ),
-    }
-    messages.refuse_first(cases, f"{model.name}: ")
+    messages.refuse_first(
+        {
+            "its run held nothing out, but had a validation text; give that text, and leave held_out out": (
+                asks_for_split and data.get("validation")
+            ),
+            "its run trained on another text than this one, or read it with other options; give the text of the "
+            "run, or leave held_out out": asks_for_split and not is_text_of_run,
+            f"no document of {name} holds a token that its tokenizer knows; give other text": not len(tokens),
+            "its run held out other documents: give its files in the same order, and no option that reads them "
+            "otherwise; a corpus of parts that were prepared apart cannot be held out again": (
+                asks_for_split and data.get("held_out_fingerprint") != tokens.fingerprint
+            ),
+        },
+        f"{model.name}: ",
+    )
     return tokens
 
 
