@@ -51,8 +51,7 @@ class MaskedModel(torch.nn.Module):
         has_both = config.model_type in TYPES_WITH_PAIR_HEAD
         auto_class = AutoModelForPreTraining if has_both else AutoModelForMaskedLM
         self.model, self.tokenizer, missing = loading.load_pretrained(auto_class, name, PAIR_HEAD.search)
-        named = self.model.named_parameters()
-        self.parameter_count = sum(weight.numel() for name, weight in named if name not in missing)
+        self.parameter_count = sum(part.numel() for name, part in self.model.named_parameters() if name not in missing)
         self.eval()  # of this module, too: what restores a module's mode would else turn dropout on
         refuse_first(
             {
@@ -106,9 +105,6 @@ class MaskedModel(torch.nn.Module):
         Tokenizers of bytes, such as RoBERTa's, then put a space before a sentence. Others give the same ids anyway.
         """
         tokenizer = copy.deepcopy(self.tokenizer)
-        before = tokenizer.backend_tokenizer.pre_tokenizer
-        if isinstance(before, pre_tokenizers.ByteLevel):
-            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
-                add_prefix_space=True, use_regex=before.use_regex
-            )
+        if isinstance(tokenizer.backend_tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
+            tokenizer.backend_tokenizer.pre_tokenizer.add_prefix_space = True
         return tokenizer

@@ -46,8 +46,13 @@ def read_blimp(place: str) -> list[MinimalPair]:
     pairs = []
     for where, row, name in _hub_rows() if place == FROM_HUB and not Path(place).exists() else _folder_rows(place):
         good, bad = sentences = row.get("sentence_good"), row.get("sentence_bad")
-        is_pair = all(isinstance(sentence, str) and sentence.strip() for sentence in sentences)
-        refuse_first({f"{where}: no sentence_good, or no sentence_bad; each line of BLiMP has both": not is_pair})
+        refuse_first(
+            {
+                f"{where}: no sentence_good, or no sentence_bad; each line of BLiMP has both": not all(
+                    isinstance(sentence, str) and sentence.strip() for sentence in sentences
+                )
+            }
+        )
         pairs.append(MinimalPair(str(row.get("UID") or name), str(row.get("linguistics_term") or name), good, bad))
     refuse_first(
         {
@@ -104,20 +109,24 @@ def blimp_results(pairs: Sequence[MinimalPair], scores: np.ndarray) -> dict:
     )
     ties = np.bincount(numbers, good == bad)
     accuracies = (np.bincount(numbers, good > bad) + ties / 2) / counts
-    paradigms, groups = {}, {}
-    for number, name in enumerate(names.tolist()):
-        accuracy, count = float(accuracies[number]), int(counts[number])
-        paradigms[name] = {
-            "phenomenon": pairs[firsts[number]].phenomenon,
+    columns = (names.tolist(), firsts.tolist(), accuracies.tolist(), counts.tolist(), ties.tolist())
+    paradigms = {
+        name: {
+            "phenomenon": pairs[first].phenomenon,
             "accuracy": accuracy,
             "standard_error": math.sqrt(accuracy * (1 - accuracy) / count),
             "pairs": count,
-            "ties": int(ties[number]),
+            "ties": int(tied),
         }
-        groups.setdefault(paradigms[name]["phenomenon"], []).append(paradigms[name])
+        for name, first, accuracy, count, tied in zip(*columns, strict=True)
+    }
+    phenomena = sorted({figures["phenomenon"] for figures in paradigms.values()})
     return {
-        **_mean(list(paradigms.values())),
-        "phenomena": {name: _mean(groups[name]) for name in sorted(groups)},
+        **_mean(paradigms.values()),
+        "phenomena": {
+            name: _mean([figures for figures in paradigms.values() if figures["phenomenon"] == name])
+            for name in phenomena
+        },
         "paradigms": paradigms,
     }
 

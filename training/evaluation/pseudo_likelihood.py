@@ -82,8 +82,7 @@ def encode(
         counts.append((length, length - sum(is_left_out), len(read), len(read - with_unknown)))
         numbers.append(sequences.setdefault((tuple(encoding.ids), its_words), len(sequences)))
     ids, words = ([np.array(sequence[which], dtype=np.int64) for sequence in sequences] for which in (0, 1))
-    of_each = np.array(counts, dtype=np.int64).reshape(-1, 4).T
-    return EncodedSentences(np.array(numbers, dtype=np.int64), ids, words, *of_each)
+    return EncodedSentences(np.array(numbers, dtype=np.int64), ids, words, *np.array(counts).reshape(-1, 4).T)
 
 
 def masked_batches(
@@ -108,10 +107,11 @@ def masked_batches(
         same = np.flatnonzero(lengths == length)
         ids, words = (np.stack([of[number] for number in same]) for of in (sentences.ids, sentences.words))  # (S, T)
         is_scored = words >= 0
-        numbers = is_scored.cumsum(1) - 1  # of the scored tokens in their sentence, and so of the rows
-        numbers = np.where(is_scored, numbers % rows_a_line if rows_a_line else numbers, -1)
+        apart = rows_a_line or length
+        # The number of each scored token's row in its sentence.
+        numbers = np.where(is_scored, (is_scored.cumsum(1) - 1) % apart, -1)
         wanted = np.argwhere(np.arange(length) <= numbers.max(1, keepdims=True))  # sentence and number of each row
-        slots = -(-length // rows_a_line) if rows_a_line else 1
+        slots = -(-length // apart)
         # A slot has one logit for each entry of the vocabulary.
         rows = max(1, min(config.batch_tokens // length, LOGITS_AT_ONCE // len(model.tokenizer) // slots))
         for first in range(0, len(wanted), rows):
@@ -149,8 +149,8 @@ def pseudo_log_likelihoods(
     scores = torch.zeros(len(sentences.ids), dtype=torch.float64)
     tokens = sum(int((words >= 0).sum()) for words in sentences.words)
     batches = masked_batches(model, sentences, config, rows_a_line)
-    shown = with_progress(batches, label, tokens, lambda batch: int((batch[2] != -100).sum()), "token")
-    for number, batch in enumerate(shown):
+    batches = with_progress(batches, label, tokens, lambda batch: int((batch[2] != -100).sum()), "token")
+    for number, batch in enumerate(batches):
         if number % accelerator.num_processes == accelerator.process_index:
             ids, positions, labels, owners = map(torch.from_numpy, batch)
             logits, labels = model(ids.to(device), positions.to(device)).prediction_logits.float(), labels.to(device)
@@ -181,13 +181,9 @@ def print_line_scores(model: MaskedModel, config: EvaluateConfig, accelerator: A
             model, encoded, config, accelerator, f"{model.name} on {config.line_scores}", config.line_masks
         ).numpy()
         unknown = np.array([(ids == model.tokenizer.unk_token_id).sum() for ids in encoded.ids])[encoded.numbers]
-        counts = (encoded.scored_tokens, encoded.read_words, unknown)
-        for (number, line), score, scored, read, of_unknown in zip(group, scores, *counts, strict=True):
+        columns = (group, scores, encoded.scored_tokens, encoded.read_words, unknown)
+        for (number, line), score, scored, read, of_unknown in zip(*columns, strict=True):
             means = [score / scored, score, score / read] if scored else [-np.inf] * 3
-            shown = [
-                *(f"{mean:.4f}" for mean in means),
-                f"{of_unknown / max(1, scored + of_unknown):.4f}",
-                f"{number}",
-            ]
+            shown = [f"{share:.4f}" for share in (*means, of_unknown / max(1, scored + of_unknown))]
             if accelerator.is_main_process:
-                print(*shown, line.translate(dict.fromkeys(b"\t\r\n", " ")), sep="\t")
+                print(*shown, number, line.translate(dict.fromkeys(b"\t\r\n", " ")), sep="\t")
