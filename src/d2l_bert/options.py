@@ -23,7 +23,7 @@ OPTIMIZER = "optimizer"
 MACHINE = "machine"
 OUTPUT = "output"
 HUB = "the Hugging Face Hub"
-MINIMAL_PAIRS = "minimal pairs"
+SENTENCES = "minimal pairs and lines"
 
 
 def option(default, help, group, *, identity=True, metavar=None, within=None, common=False, needs=()):
@@ -41,17 +41,19 @@ def option(default, help, group, *, identity=True, metavar=None, within=None, co
         common: whether `--help` shows the option, and not only `--help-all`.
         needs: another option without which this one has no effect, and the values that it must have, if not just any.
     """
-    metadata = {
-        "help": help,
-        "group": group,
-        "identity": identity,
-        "metavar": metavar,
-        "within": within,
-        "common": common,
-        "needs": needs,
-    }
     of_field = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
-    return dataclasses.field(**of_field, metadata=metadata)
+    return dataclasses.field(
+        **of_field,
+        metadata={
+            "help": help,
+            "group": group,
+            "identity": identity,
+            "metavar": metavar,
+            "within": within,
+            "common": common,
+            "needs": needs,
+        },
+    )
 
 
 def option_of(config: type, name: str, **changes):
@@ -79,8 +81,7 @@ class Options:
         """
         self.check_values()
         for field in dataclasses.fields(self):
-            default = [] if field.default is dataclasses.MISSING else field.default
-            if field.metadata.get("needs") and getattr(self, field.name) != default:
+            if field.metadata.get("needs") and getattr(self, field.name) not in (field.default, []):
                 other, *values = field.metadata["needs"]
                 if getattr(self, other) not in values if values else not getattr(self, other):
                     wanted = " ".join([other, " or ".join(values)]).rstrip()
@@ -127,12 +128,8 @@ def flags(config: type, given: dict, defaults: dict, others: Sequence[str]) -> l
         given, defaults: the values of all options, by name.
         others: options to give beside those that decide what the run computes (`Options.identity`).
     """
-    words = []
-    for field in dataclasses.fields(config):
-        is_relevant = field.metadata["identity"] or field.name in others
-        if is_relevant and given[field.name] != defaults[field.name]:
-            words += flag(field.name, given[field.name])
-    return words
+    relevant = [f.name for f in dataclasses.fields(config) if f.metadata["identity"] or f.name in others]
+    return [word for name in relevant if given[name] != defaults[name] for word in flag(name, given[name])]
 
 
 def cores() -> int:
@@ -176,8 +173,9 @@ def what_is_wrong(value: object, kind: type, within: str | None = None, is_path:
     if not any(_VALUES[one][1](value) if one in _VALUES else value in typing.get_args(one) for one in members):
         return f"must be {' or '.join(filter(None, words))}, got {' '.join(repr(value).split()):.200}"
     for string in value if isinstance(value, list) else [value]:
-        unwritable = "\0" if is_path else "\0\ud800-\udfff"
-        if isinstance(string, str) and (not string.strip() or re.search(f"[{unwritable}]", string)):
+        if isinstance(string, str) and (
+            not string.strip() or re.search("\0" if is_path else "[\0\ud800-\udfff]", string)
+        ):
             return f"is empty, holds a NUL character, or is not UTF-8, got {string!a}; give a value"
     if within and isinstance(value, (int, float)):
         least, most = map(float, within[1:-1].split(","))
@@ -215,9 +213,15 @@ def add_options(parser: argparse.ArgumentParser, config: Options, shows_all: boo
     fields = [field for field in dataclasses.fields(config) if field.name not in ("recipe", "model")]
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(f.metadata["group"] for f in fields)}
     for field in fields:
-        about, value = field.metadata, getattr(config, field.name)
-        help = about["help"] if about["common"] or shows_all else None
-        add_option(groups[about["group"]], field.name, kinds[field.name], value, help, about["metavar"])
+        about = field.metadata
+        add_option(
+            groups[about["group"]],
+            field.name,
+            kinds[field.name],
+            getattr(config, field.name),
+            about["help"] if about["common"] or shows_all else None,
+            about["metavar"],
+        )
 
 
 def add_option(group, name: str, kind: type, default: object, help: str | None, metavar: str | None = None) -> None:
@@ -240,6 +244,5 @@ def add_option(group, name: str, kind: type, default: object, help: str | None, 
     elif list[str] in members:
         how |= {"nargs": "+", "action": "extend"}
     shown = " ".join(default) if isinstance(default, list) else str(default).lower() if default is not None else ""
-    line = f"{help} ({shown})".strip() if shown else help
-    help = argparse.SUPPRESS if help is None else line.replace("%", "%%")
-    group.add_argument(f"--{name}", default=argparse.SUPPRESS, help=help, **how)
+    line = argparse.SUPPRESS if help is None else f"{help} ({shown})".strip() if shown else help
+    group.add_argument(f"--{name}", default=argparse.SUPPRESS, help=line.replace("%", "%%"), **how)

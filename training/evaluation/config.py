@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from d2l_bert.options import BATCHES, MACHINE, MINIMAL_PAIRS, OUTPUT, TEXT, option
+from d2l_bert.options import BATCHES, MACHINE, OUTPUT, SENTENCES, TEXT, option
 from d2l_bert.tokenization.config import SourceConfig
 
-
-LINES = "lines"  # a heading of the help
 
 # How a sentence is scored, see `pseudo_likelihood`.
 Score = Literal["pll", "within_word_l2r"]
@@ -86,7 +84,7 @@ class EvaluateConfig(SourceConfig):
     blimp: str | None = option(
         None,
         "BLiMP's minimal pairs: a folder with its JSONL files, or hub for nyu-mll/blimp",
-        MINIMAL_PAIRS,
+        SENTENCES,
         metavar="DIR|hub",
         common=True,
     )
@@ -94,14 +92,14 @@ class EvaluateConfig(SourceConfig):
         "pll",
         "score of a sentence, in BLiMP and in pseudo-perplexity: each token masked alone (Salazar et al., 2020), or "
         "with the rest of its word (Kauf and Ivanova, 2023)",
-        MINIMAL_PAIRS,
+        SENTENCES,
     )
 
     line_scores: str | None = option(
         None,
         "print how likely each line of this file is: mean of a token, sum, mean of a word (nats), share of [UNK], "
         "number of the line, line; by one model",
-        LINES,
+        SENTENCES,
         metavar="FILE",
         common=True,
     )
@@ -109,7 +107,7 @@ class EvaluateConfig(SourceConfig):
         7,
         "times that a line is read, each time with other tokens masked, every seventh for 7; 0 masks each token "
         "alone, which is exact and slow",
-        LINES,
+        SENTENCES,
         within="[0, inf)",
         needs=("line_scores",),
     )
@@ -133,12 +131,6 @@ class EvaluateConfig(SourceConfig):
 
     def contradictions(self) -> dict[str, object]:
         """As in `Options`."""
-        of_lines = ("text_column", "separator") if self.line_scores else ()
-        of_text = [
-            field
-            for field in dataclasses.fields(self)
-            if field.metadata["group"] in (TEXT, BATCHES) and field.name not in ("corpus", "dataset", *of_lines)
-        ]
         return {
             "nothing to evaluate on: give a text with --corpus or --dataset, minimal pairs with --blimp, or lines "
             "with --line_scores": not self.has_text() and self.blimp is None and self.line_scores is None,
@@ -150,7 +142,9 @@ class EvaluateConfig(SourceConfig):
                 f"{field.name} is for a text, and none is given; leave it out, or give --corpus": (
                     getattr(self, field.name) != field.default and not self.has_text()
                 )
-                for field in of_text
+                for field in dataclasses.fields(self)
+                if field.metadata["group"] in (TEXT, BATCHES)
+                and field.name not in ("corpus", "dataset", "text_column", "separator")  # the last two also for lines
             },
             **super().contradictions(),
             "score is for blimp and for pseudo-perplexity, and neither is asked for; leave score out": (
