@@ -147,8 +147,6 @@ def base_name(path: str | Path) -> str:
 
 def sync(path: Path) -> None:
     """Flush a file, or the directory entries of a folder, from the operating system's cache to the disk (fsync)."""
-    if os.name == "nt" and path.is_dir():  # Windows cannot open a folder
-        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -194,20 +192,17 @@ def locked_folder(folder: Path) -> Iterator[None]:
         UserError: the path is a file, the folder cannot be written, or another run has locked it.
     """
     existed, lock = folder.exists(), FileLock(folder / LOCK_FILE)
-    with writing(f"output_dir {folder}", ", or name another folder"):
+    taken = explained(f"output_dir {folder}: another run is writing there", "wait, or name another", Timeout)
+    with writing(f"output_dir {folder}", ", or name another folder"), taken:
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise UserError(f"output_dir {folder}: another run is writing there; wait, or name another") from None
+        lock.acquire(timeout=0)
     try:
         yield
     finally:
         # The lock file is deleted before the lock is released. Deleted afterwards, a second run could already hold the
         # lock of the deleted file while a third run makes and locks a new file. A run that opened the file before its
         # deletion notices, once it has the lock, that the file name is gone.
-        with contextlib.suppress(PermissionError):  # Windows does not delete an open file; filelock does it later
-            (folder / LOCK_FILE).unlink(missing_ok=True)
+        (folder / LOCK_FILE).unlink(missing_ok=True)
         lock.release()
         if not existed and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()

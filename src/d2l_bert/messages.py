@@ -42,7 +42,7 @@ def refuse_first(cases: dict[str, object], prefix: str = "") -> None:
     """
     for message, holds in cases.items():
         if holds:
-            raise UserError(f"{prefix}{message}")
+            raise UserError(f"{prefix}{message}") from None
 
 
 # The causes of an OSError that lie outside of this package: space, permissions, memory or the network.
@@ -74,8 +74,9 @@ def writing(place: object, way_out: str = "") -> Iterator[None]:
             raise
         number = int(in_message[1]) if in_message and in_message[1] else getattr(error, "errno", errno.ENOSPC)
         first = "free some space" if number in NO_SPACE else "make it writable"
-        reason = os.strerror(number) if number else error
-        raise UserError(f"{place}: cannot be written ({reason}); {first}{way_out}") from None
+        raise UserError(
+            f"{place}: cannot be written ({os.strerror(number) if number else error}); {first}{way_out}"
+        ) from None
 
 
 # What libraries raise for a damaged file; PyArrow's own exceptions are subclasses of these.
@@ -135,8 +136,7 @@ def reading_model(name: str, prefix: str = "") -> Iterator[None]:
             f"connect to the network, or log in with `hf auth login` for a private one": not Path(name).exists(),
             f"{said:.300}; give a folder of pretrain or save_pretrained, or save it there again": True,
         }
-        why = next(why for why, holds in causes.items() if holds)
-        raise UserError(f"{prefix}{name}: cannot be loaded: {why}") from None
+        refuse_first(causes, f"{prefix}{name}: cannot be loaded: ")
 
 
 def launched_rank() -> int:
