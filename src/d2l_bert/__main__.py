@@ -15,9 +15,6 @@ import psutil
 from d2l_bert import __version__, commands, messages, options, register_with_transformers
 
 
-# Cores are busy if other programs take more than this share of one, measured for some seconds.
-BUSY_PERCENT, BUSY_SECONDS = 30, 0.3
-
 DESCRIPTION = """\
 Raw text in, a BERT out.
 
@@ -52,14 +49,14 @@ def main(argv: list[str] | None = None) -> int:
         does a training that was stopped (143 after SIGTERM).
     """
     argv = with_underscores(sys.argv[1:] if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a character that the terminal cannot show becomes "?", not an error
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show becomes "?", not an error
     if argv[:1] and argv[0] in commands.COMMANDS:
         spare_busy_cores()
     arguments, unknown = make_parser(argv).parse_known_args(argv)
     if unknown:
-        arguments.parser.refuse(unknown[0].partition("=")[0])
+        close = difflib.get_close_matches(unknown[0].partition("=")[0], arguments.parser._option_string_actions, n=1)
+        arguments.parser.error(f"unknown argument {unknown[0]!r}" + (f"; did you mean {close[0]}?" if close else ""))
     try:
         with messages.messages_shown():
             register_with_transformers()
@@ -78,15 +75,15 @@ def main(argv: list[str] | None = None) -> int:
             raise
         code = 2  # another rank has shown the error
     if _is_connected():  # gloo's threads may still wait for other ranks, and would abort an ordinary exit of Python
-        sys.stdout.flush()
-        sys.stderr.flush()
+        sys.stdout.flush()  # stderr is flushed at the end of every line
         os._exit(code)
     return code
 
 
 def spare_busy_cores() -> None:
     """
-    Let OpenMP's threads sleep early at barriers if other programs use the cores now, unless the user has chosen.
+    Let OpenMP's threads sleep early at barriers if other programs use the cores now, unless the user has chosen: if
+    they take more than 30 % of a core for 0.3 s.
 
     By default a thread that waits spins for some milliseconds. Beside another program it keeps a core from the very
     thread that it waits for: on two cores, beside one busy program, the recipe tiny keeps 2 % of its speed, and 50 %
@@ -96,7 +93,7 @@ def spare_busy_cores() -> None:
     if (
         "torch" not in sys.modules
         and not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys()
-        and psutil.cpu_percent(BUSY_SECONDS) * options.cores() > BUSY_PERCENT
+        and psutil.cpu_percent(0.3) * options.cores() > 30
     ):
         os.environ["GOMP_SPINCOUNT"] = "1000"
 
@@ -137,12 +134,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         self.exit(2, None if messages.launched_rank() else f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
-    def refuse(self, argument):
-        """Exit with an error for an argument that the command does not have; suggests a flag with a similar name."""
-        close = difflib.get_close_matches(argument, self._option_string_actions, n=1)
-        what = f"unknown option {argument}" if argument.startswith("-") else f"unexpected argument {argument!r}"
-        self.error(what + (f"; did you mean {close[0]}?" if close else ""))
-
 
 def make_parser(argv: list[str]) -> argparse.ArgumentParser:
     """
@@ -161,10 +152,9 @@ def make_parser(argv: list[str]) -> argparse.ArgumentParser:
     parsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, command in commands.COMMANDS.items():
         text = inspect.getdoc(command.function)
-        help = text.partition(".\n")[0].removesuffix(".")
         added = parsers.add_parser(
             name,
-            help=f"{help[0].lower()}{help[1:]}",
+            help=text.partition(".\n")[0].removesuffix("."),
             usage=f"d2l-bert {name} {command.usage}",
             description=text,
             **look,
@@ -200,11 +190,10 @@ def _add_recipe(parser, argv, shows_all):
     recipe = RECIPES.get(first.parse_known_args(argv)[0].recipe, RECIPES["tiny"])  # a wrong name is refused below
     architecture, run = recipe()
     parser.set_defaults(architecture=architecture, config=run)
-    group = parser.add_argument_group("recipe", "the options below show the recipe's values in brackets")
     names = (
         f"{name} ({recipe.__doc__.splitlines()[0].partition(':')[0].rstrip('.')})" for name, recipe in RECIPES.items()
     )
-    group.add_argument(
+    parser.add_argument_group("recipe", "the options below show the recipe's values in brackets").add_argument(
         "--recipe", choices=RECIPES, metavar="NAME", default="tiny", help=f"{', '.join(names)}; the default is tiny"
     )
     options.add_options(parser, run, shows_all)

@@ -42,8 +42,12 @@ def command(usage: str, *arguments: tuple, one_of: tuple = (), options: str = ""
 
 def argument(name: str, metavar: str | None, help: str, kind: type = str, **how) -> tuple[str, dict]:
     """The name and the other arguments of `add_argument`, for an argument that is no field of a dataclass."""
-    read = functools.partial(options.value_of, kind, within="[1, inf)" if kind is int else None)
-    return name, {"type": read, "metavar": metavar, "help": help, **how}
+    return name, {
+        "type": functools.partial(options.value_of, kind, within="[1, inf)" if kind is int else None),
+        "metavar": metavar,
+        "help": help,
+        **how,
+    }
 
 
 MODEL_HELP = "a model folder, or an id on the Hub"
@@ -53,8 +57,11 @@ MODELS = argument("model", "MODEL", MODEL_HELP, nargs="+")
 
 def given_options(arguments) -> dict:
     """The options of the command that were given, by name."""
-    fields = dataclasses.fields(arguments.config)
-    return {field.name: getattr(arguments, field.name) for field in fields if field.name in arguments}
+    return {
+        field.name: getattr(arguments, field.name)
+        for field in dataclasses.fields(arguments.config)
+        if field.name in arguments
+    }
 
 
 def options_of(arguments):
@@ -383,8 +390,6 @@ def export_command(arguments) -> None:
             if page:
                 write_page(folder, target.resolve().name, page)
         print(f"{target}: {said}")
-    if page:
-        print(f"the page: python -m http.server --bind 127.0.0.1 --directory {config.page}")
 
 
 @command(
