@@ -135,7 +135,7 @@ BROKEN = {  # the lines below `label,text`, and the line that is named
     "text behind a closing quote": (ROW * 2 + '1,"a"b\n' + ROW, 4),
     "a backslash before a quote": (ROW + '1,"She said \\"no\\" to him."\n' + ROW, 3),
     "single quotes": (ROW + "1,'No, not now.'\n" + ROW, 3),
-    "an open quote in the second cell below one of two lines": (ROW + '"1\n2","open\n' + ROW * 4, 4),
+    "an open quote in the second cell below one of two lines": (ROW + '"1\n2","open\n' + ROW * 4, 3),
     "a separator in a cell": (ROW + "1,No, not now.\n", 3),
     "a row cut short": (ROW + '1,"two\nlines"\n' + ROW + "1\n" + ROW, 6),
     "an open quote in the last line": (ROW + '1,"', 3),

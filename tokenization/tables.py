@@ -4,7 +4,6 @@ import codecs
 import contextlib
 import csv
 import io
-import itertools
 import json
 import logging
 import os
@@ -132,8 +131,10 @@ def file_kind(file: Path) -> str:
     """
     if kind := TABLE_SUFFIXES.get(suffix_unpacked(file)):
         return kind
-    way_out = "repair the file, or leave it out"
-    with explained(f"{file}: cannot be read", way_out, OSError), open_unpacked(file) as opened:
+    with (
+        explained(f"{file}: cannot be read", "repair the file, or leave it out", OSError),
+        open_unpacked(file) as opened,
+    ):
         beginning = opened.read(BEGINNING)
     lines = [line for line in beginning.removeprefix(codecs.BOM_UTF8).splitlines() if line.strip()][:16]
     are_objects = 2 * sum(OBJECT_LINE.fullmatch(line) is not None for line in lines) > len(lines)
@@ -231,8 +232,9 @@ def _json_rows(file):
     for number, line in enumerate(lines_of(file), 1):
         if line.isspace():
             continue
-        has_escape = "\\u" in line
-        whole = HALF_CHARACTER.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], line) if has_escape else line
+        whole = (
+            HALF_CHARACTER.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], line) if "\\u" in line else line
+        )
         replaced += whole != line
         try:
             row = json.loads(whole)
@@ -257,8 +259,9 @@ def _cell_rows(file, column, separator, is_tsv):
         if between != ",":
             logger.info(f"{file}: the separator is {between!r}, as the first line shows")
     csv.field_size_limit(LONGEST_CELL)
-    quoting = csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL
-    reader = csv.reader(lines_of(file), delimiter=between, quoting=quoting, strict=True)
+    reader = csv.reader(
+        lines_of(file), delimiter=between, quoting=csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL, strict=True
+    )
     names, number = None, 1  # the line at which a row begins
     try:
         for row in reader:
@@ -277,10 +280,7 @@ def _cell_rows(file, column, separator, is_tsv):
                 yield f"line {number:,}", dict(zip(names, row, strict=True))
             number = reader.line_num + 1
     except csv.Error as error:
-        text, ends = "".join(itertools.islice(lines_of(file), number - 1, reader.line_num)), re.escape(between)
-        read = re.match(f'(?:(?:"[^"]*+(?:""[^"]*+)*+"|[^"{ends}][^{ends}]*+|){ends})*+', text)[0]
-        number += len(LINE_END.findall(read))
         raise ValueError(
-            f"line {number:,}: a cell begins here whose quotes do not match ({error}); close them, and write a quote "
-            f"inside a cell as two"
+            f"line {number:,}: a row begins here with a cell whose quotes do not match ({error}); close them, and "
+            f"write a quote inside a cell as two"
         ) from None
