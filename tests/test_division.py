@@ -193,8 +193,8 @@ def test_a_text_is_taken_for_what_it_is(kind):
 def read(source):
     """The documents of a source as lists of sentences."""
     found = {}
-    for block in split_sentences(source.documents, "en", Counter()):
-        found.setdefault(block.document, []).extend(block.sentences)
+    for document, _, sentences in split_sentences(source.documents, "en", Counter()):
+        found.setdefault(document, []).extend(sentences)
     return list(found.values())
 
 
@@ -318,7 +318,7 @@ def test_a_line_longer_than_the_pieces_has_single_spaces_too(longest):
     ],
 )
 def test_sentences_are_split(paragraph, language, expected):
-    assert [block.sentences for block in split_sentences([Document([paragraph])], language, Counter())] == [expected]
+    assert list(split_sentences([Document([paragraph])], language, Counter())) == [(0, 0, expected)]
 
 
 def book(paragraphs, sentences_each):
@@ -335,23 +335,24 @@ def blocks_of(*documents):
 
 def test_a_book_is_cut_into_blocks_of_whole_paragraphs():
     blocks = blocks_of(book(paragraphs=1000, sentences_each=5), book(paragraphs=1, sentences_each=3))
-    assert [s for block in blocks[:-1] for s in block.sentences] == [f"Sentence {n}." for n in range(5000)]
-    assert [block.document for block in blocks] == [20] * (len(blocks) - 1) + [21]
-    for block in itertools.dropwhile(lambda block: len(block.sentences) < 65, blocks[:-2]):
-        assert len(block.sentences) == 65
+    documents, _, sentences = zip(*blocks, strict=True)
+    assert sum(sentences[:-1], []) == [f"Sentence {n}." for n in range(5000)]
+    assert list(documents) == [20] * (len(blocks) - 1) + [21]
+    for block in itertools.dropwhile(lambda block: len(block) < 65, sentences[:-2]):
+        assert len(block) == 65
 
 
 def test_a_very_long_paragraph_is_cut_between_sentences():
-    blocks = blocks_of(book(paragraphs=1, sentences_each=5000))
-    assert [s for block in blocks for s in block.sentences] == [f"Sentence {n}." for n in range(5000)]
-    assert max(len(block.sentences) for block in blocks) == 2 * BLOCK_SENTENCES
+    blocks = [sentences for *_, sentences in blocks_of(book(paragraphs=1, sentences_each=5000))]
+    assert sum(blocks, []) == [f"Sentence {n}." for n in range(5000)]
+    assert max(map(len, blocks)) == 2 * BLOCK_SENTENCES
 
 
 @pytest.mark.parametrize(("paragraphs", "sentences_each"), [(4, 1), (30, 1), (1, 40), (100, 5)])
 def test_a_document_of_a_small_corpus_is_divided_alike_wherever_it_stands(paragraphs, sentences_each):
     """Small at first, so that a short text can be split; never more than a quarter of what stands before."""
     blocks = list(split_sentences([book(paragraphs, sentences_each) for _ in range(2)], "en", Counter()))
-    first, second = ([block.sentences for block in blocks if block.document == number] for number in (0, 1))
+    first, second = ([block for document, _, block in blocks if document == number] for number in (0, 1))
     count, sizes = paragraphs * sentences_each, list(map(len, first))
     assert first == second and sum(first, []) == [f"Sentence {n}." for n in range(count)]
     assert len(sizes) >= min(4, count // 2) and max(sizes[:4]) <= 6
@@ -359,7 +360,7 @@ def test_a_document_of_a_small_corpus_is_divided_alike_wherever_it_stands(paragr
 
 
 def sentences_of(text, counts):
-    return [line for block in split_sentences([Document(text)], "en", counts) for line in block.sentences]
+    return [line for *_, block in split_sentences([Document(text)], "en", counts) for line in block]
 
 
 def test_text_without_full_stops_is_cut_between_words_and_counted():

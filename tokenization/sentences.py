@@ -55,24 +55,12 @@ BLOCK_SENTENCES = 64
 FEWEST_DOCUMENTS = 20
 
 
-@dataclasses.dataclass
-class Block:
+def split_sentences(
+    documents: Iterable[Document], language: str, counts: Counter
+) -> Iterator[tuple[int, int, list[str]]]:
     """
-    Some consecutive sentences of a document, mostly of whole paragraphs.
-
-    Args:
-        document: number of the document, from 0.
-        source: number of the document's source, from 0.
-    """
-
-    document: int
-    source: int
-    sentences: list[str]
-
-
-def split_sentences(documents: Iterable[Document], language: str, counts: Counter) -> Iterator[Block]:
-    """
-    Split documents into sentences with `sentencex`, unless their lines are sentences, and yield them in blocks.
+    Split documents into sentences with `sentencex`, unless their lines are sentences, and yield them in blocks: some
+    consecutive sentences of a document, after the numbers of the document and of its source, both from 0.
 
     A block ends at the end of a paragraph (see `BLOCK_SENTENCES`); in a very long paragraph, at the end of a sentence.
     The first documents and long ones begin with smaller blocks, so that a corpus of one short document can be split,
@@ -89,7 +77,7 @@ def split_sentences(documents: Iterable[Document], language: str, counts: Counte
         before = counts["sentences"]
         for sentences in _blocks(_pieces(document, language, counts), number < FEWEST_DOCUMENTS):
             counts["sentences"] += len(sentences)
-            yield Block(number, document.source, sentences)
+            yield number, document.source, sentences
         number += counts["sentences"] > before
 
 

@@ -1,7 +1,8 @@
 """Text stores: the sentences of all sources on disk, in blocks; parts of them; what is held out.
 
 A text store is an Arrow file. Each of its rows is a block: some consecutive sentences of a document
-(`sentences.Block`), with the numbers of its document and its source, its characters, and a hash of its sentences.
+(`sentences.split_sentences`), with the numbers of its document and its source, its characters, and a hash of its
+sentences.
 """
 
 import hashlib
@@ -48,11 +49,10 @@ def prepare_text(sources: Sequence[Source], language: str, folder: Path) -> Path
     Raises:
         UserError: as in `all_documents`, or the cache cannot be written.
     """
-    name = ", ".join(source.name for source in sources)
 
     def write(partial):
         counts = Counter()
-        documents = with_progress(all_documents(sources), f"reading {name}")
+        documents = with_progress(all_documents(sources), f"reading {', '.join(source.name for source in sources)}")
         with pa.ipc.new_file(str(partial / "data.arrow"), _SCHEMA) as writer:
             for batch in _batches(split_sentences(documents, language, counts)):
                 writer.write_batch(batch)
@@ -71,14 +71,15 @@ def _batches(blocks):
     blocks took twice the time, in garbage collections.
     """
     sentences, ends, numbers, size = [], [0], [], 0
-    for block in blocks:
-        sentences += block.sentences
+    for document, source, added in blocks:
+        sentences += added
         ends.append(len(sentences))
         # The sum of the sentences' hashes does not depend on the blocks: `TextStore` adds those of a document up.
-        encoded = (sentence.encode(errors="surrogatepass") for sentence in block.sentences)
-        hashes = [hashlib.blake2b(sentence, digest_size=8).digest() for sentence in encoded]
+        hashes = [
+            hashlib.blake2b(sentence.encode(errors="surrogatepass"), digest_size=8).digest() for sentence in added
+        ]
         content = np.frombuffer(b"".join(hashes), "<i8").sum()
-        numbers.append((block.document, block.source, sum(map(len, block.sentences)), content))
+        numbers.append((document, source, sum(map(len, added)), content))
         size += numbers[-1][2]
         if size >= BATCH_CHARACTERS:
             yield _batch(sentences, ends, numbers)
@@ -228,6 +229,4 @@ def held_out_documents(hashes: np.ndarray, characters: np.ndarray, fraction: flo
     wanted = min(fraction * int(sizes.sum()), most)
     order = np.argsort(np.where(sizes > wanted, sizes, 0), kind="stable")  # the large documents last, by size
     enough = int(np.searchsorted(np.cumsum(sizes[order]), wanted)) + 1
-    is_held_out = np.zeros(len(different), dtype=bool)
-    is_held_out[order[: min(max(enough, 2), len(different) - 2)]] = True
-    return is_held_out[number]
+    return np.isin(number, order[: min(max(enough, 2), len(different) - 2)])
