@@ -108,8 +108,11 @@ def join_stores(folder: Path, vocab_size: int, corpora: list["TokenizedCorpus"],
         folder, vocab_size: as in `write_store`.
         kept: the numbers of the documents that are kept of each store, ascending (n,).
     """
-    parts = enumerate(zip(corpora, kept, strict=True))
-    sections = (section for source, (corpus, some) in parts for section in corpus.sections(some, source))
+    sections = (
+        section
+        for source, (corpus, some) in enumerate(zip(corpora, kept, strict=True))
+        for section in corpus.sections(some, source)
+    )
     write_store(folder, vocab_size, len(corpora), sections, "joining prepared folders", sum(map(len, kept)))
 
 
@@ -151,10 +154,6 @@ class TokenizedCorpus:
     def first_tokens(self, documents: np.ndarray) -> np.ndarray:
         """The number of the first token of each document (n,); `len(self)` as a document gives the corpus's size."""
         return self.sentence_starts[self.document_starts[documents]]
-
-    def sentences(self, document: int) -> np.ndarray:
-        """The numbers of a document's sentences (sentences,)."""
-        return np.arange(*self.document_starts[document : document + 2])
 
     def sections(self, documents: np.ndarray, source: int) -> Iterator[Section]:
         """Yield the documents with these numbers, ascending (n,), as some of a source with this number."""

@@ -267,7 +267,7 @@ def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
     rng = np.random.default_rng(0)
     corpus, tokenizer, preferred, others = text.held_out, text.tokenizer, [], []
     for document in rng.integers(len(corpus), size=MAX_SENTENCES_TRIED).tolist():
-        sentence = rng.choice(corpus.sentences(document))
+        sentence = rng.integers(*corpus.document_starts[document : document + 2])
         ids = corpus.ids[slice(*corpus.sentence_starts[sentence : sentence + 2])].tolist()[: max_length - 4]
         tokens = tokenizer.convert_ids_to_tokens(ids)
         whole_words = [
@@ -277,10 +277,9 @@ def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
         ]
         is_preferred = bool(whole_words) and 8 <= len(tokens) <= 40 and tokens[-1] in FULL_STOPS
         known = [position for position in range(len(ids)) if ids[position] != tokenizer.unk_token_id]
-        if not known:
-            continue
-        ids[int(rng.choice(whole_words or known))] = tokenizer.mask_token_id
-        (preferred if is_preferred else others).append(tokenizer.decode(ids))
+        if known:
+            ids[int(rng.choice(whole_words or known))] = tokenizer.mask_token_id
+            (preferred if is_preferred else others).append(tokenizer.decode(ids))
         if len(preferred) == count:
             break
     # The decoded text may have more tokens than `ids`: decoding does not restore the original text.
