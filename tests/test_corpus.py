@@ -339,7 +339,7 @@ def test_two_processes_read_the_embedded_corpus_as_one_does(tmp_path, monkeypatc
     (tmp_path / "bad.py").write_text('"""This file has a docstring, and does not parse."""\ndef (:\n')
     files += [tmp_path / "bad.py", tmp_path / "gone.py", files[0]]
     monkeypatch.setattr(topics, "topics", {"ONE": "This is the text of a topic.", "TWO": "Too short."})
-    monkeypatch.setattr(python_docs_module, "_source_files", lambda: iter(files))
+    monkeypatch.setattr(python_docs_module, "_source_files", lambda: files)
     monkeypatch.setattr(python_docs_module, "FILES_AT_ONCE", 3)
     two = python_docs(2)
     found = list(itertools.islice(two, 2))

@@ -74,11 +74,9 @@ def find_division(lines: Sequence[str], documents: Literal["auto"] | Documents =
     """
     lines = [line.strip() for line in lines]
     texts = [line for line in lines if line]
-    if not texts:
-        return Division("file" if documents == "auto" else documents, "paragraphs")
     blocks = sum(bool(line) and not before for before, line in itertools.pairwise(["", *lines]))
     stops = [_stops(line) for line in texts]
-    ended = sum(at_end for at_end, _ in stops) / len(texts)
+    ended = sum(at_end for at_end, _ in stops) / max(len(texts), 1)
     wrapped = ended <= 0.8 and sum(map(any, stops)) >= 0.1 * len(texts) and _are_wrapped(lines)
     if documents == "auto":
         if wrapped or len(texts) < FEWEST_LINES:
@@ -158,10 +156,10 @@ def divided(lines: Iterable[str], division: Division, longest: int) -> Iterator[
         blocks = (map(join, grouped(block, len, longest)) for block in blocks)
     if division.documents == "blank_line":
         yield from blocks
-        return
-    paragraphs = itertools.chain.from_iterable(blocks)
-    if (first := next(paragraphs, None)) is not None:
-        yield itertools.chain([first], paragraphs)
+    else:
+        paragraphs = itertools.chain.from_iterable(blocks)
+        if (first := next(paragraphs, None)) is not None:
+            yield itertools.chain([first], paragraphs)
 
 
 def _unwrapped(lines):

@@ -40,7 +40,7 @@ def python_docs(processes: int = 1) -> Iterator[Document]:
     from pydoc_data import topics
 
     reference = (prose(text) for _, text in sorted(topics.topics.items()))
-    files = list(_source_files())
+    files = _source_files()
     groups = [files[first : first + FILES_AT_ONCE] for first in range(0, len(files), FILES_AT_ONCE)]
     of_files = itertools.chain.from_iterable(in_order(_prose_of_files, groups, processes))
     seen = set()
@@ -68,9 +68,7 @@ def _source_files():
     for distribution in required_distributions("d2l-bert"):
         files = sorted(file for file in distribution.files or [] if file.suffix == ".py")
         found += [(file, Path(file.locate())) for file in files]
-    for name, file in found:
-        if not SKIPPED_FOLDERS.intersection(name.parts):
-            yield file
+    return [file for name, file in found if not SKIPPED_FOLDERS.intersection(name.parts)]
 
 
 def required_distributions(name: str) -> list[importlib.metadata.Distribution]:

@@ -133,12 +133,13 @@ def text_files(path: str | Path) -> list[Path]:
 
 def _is_binary(file):
     """Whether a file is an archive, or its beginning holds NUL, which text without a byte order mark does not."""
-    with explained(f"{file}: cannot be read", "repair it, or leave it out", OSError):
-        try:
-            beginning = tables.open_unpacked(file).read(1 << 16)
-        except UserError:
-            return True
+    with (
+        explained(f"{file}: cannot be read", "repair it, or leave it out", OSError),
+        contextlib.suppress(UserError),  # of an archive
+    ):
+        beginning = tables.open_unpacked(file).read(1 << 16)
         return b"\0" in beginning and not beginning.startswith((*tables.BYTE_ORDER_MARKS,))
+    return True
 
 
 def _files_below(folder, seen):
@@ -255,8 +256,11 @@ def dataset_source(
     """
     is_on_hub = not Path(name).exists()
     shown = name if is_on_hub else base_name(name)
-    hint = f"give an id on the Hub, or a folder of save_to_disk or of data files; {options[0]} takes files"
-    with dataset_errors(name, f"{hint}; {options[1]} names the split, ID:CONFIG a configuration"):
+    with dataset_errors(
+        name,
+        f"give an id on the Hub, or a folder of save_to_disk or of data files; {options[0]} takes files; {options[1]} "
+        f"names the split, ID:CONFIG a configuration",
+    ):
         if Path(name, PREPARED_FILE).exists():
             raise ValueError("a prepared folder, which --corpus of pretrain takes")
         rows, hub_version = _open_dataset(name, config, split, streaming)
@@ -288,10 +292,10 @@ def dataset_folder(rows, column: str) -> str:
     Raises:
         UserError: `rows` is something else, has no such column, or the cache cannot be written.
     """
-    hint = (
-        "give an id on the Hub, a folder or a datasets.Dataset, such as a split of a DatasetDict, and its text_column"
-    )
-    with dataset_errors("in memory", hint):
+    with dataset_errors(
+        "in memory",
+        "give an id on the Hub, a folder or a datasets.Dataset, such as a split of a DatasetDict, and its text_column",
+    ):
         rows = rows.select_columns([column])
         write, path = rows.save_to_disk, cache_folder() / f"dataset-{rows_hash(rows)}"
     write_once(path, write)
@@ -311,8 +315,6 @@ def dataset_errors(name: str, way_out: str) -> Iterator[None]:
     logging.set_verbosity(logging.CRITICAL)
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
         reason = " ".join(f"{type(error.__cause__ or error).__name__}: {error.__cause__ or error}".split())
         raise UserError(f"dataset {name}: cannot be read ({reason}); {way_out}") from None
