@@ -214,18 +214,20 @@ def read_prepared_folders(folders: Sequence[Path]) -> PreparedText:
         part = read_prepared_folder(folder)
         first = parts[0] if parts else part
         same = folder_of.setdefault(part.fingerprint(), folder)
-        cases = {
-            f"its tokenizer is not that of {folders[0]}; prepare it again with --tokenizer {folders[0]}": (
-                wordpiece.tokenizer_fingerprint(part.tokenizer) != wordpiece.tokenizer_fingerprint(first.tokenizer)
-            ),
-            **{
-                f"was prepared with {name} {part.token_options.get(name)!r}, and {folders[0]} with {value!r}; prepare "
-                f"both alike": name not in _FREE_OPTIONS and part.token_options.get(name) != value
-                for name, value in first.token_options.items()
+        refuse_first(
+            {
+                f"its tokenizer is not that of {folders[0]}; prepare it again with --tokenizer {folders[0]}": (
+                    wordpiece.tokenizer_fingerprint(part.tokenizer) != wordpiece.tokenizer_fingerprint(first.tokenizer)
+                ),
+                **{
+                    f"was prepared with {name} {part.token_options.get(name)!r}, and {folders[0]} with {value!r}; "
+                    f"prepare both alike": name not in _FREE_OPTIONS and part.token_options.get(name) != value
+                    for name, value in first.token_options.items()
+                },
+                f"holds the same tokens as {same}; give each part once": same is not folder,
             },
-            f"holds the same tokens as {same}; give each part once": same is not folder,
-        }
-        refuse_first(cases, f"corpus {folder}: ")
+            f"corpus {folder}: ",
+        )
         parts.append(part)
     if len(parts) == 1:
         return first

@@ -130,8 +130,7 @@ def train_on_words(
         )
         trained.train_from_iterator(texts, trainer)
     characters = [*SPECIAL_TOKENS, *sorted(alphabet), *continuations]
-    merges = pieces(trained)[len(characters) :]
-    return make_tokenizer([*characters, *merges], rules, model_max_length)
+    return make_tokenizer([*characters, *pieces(trained)[len(characters) :]], rules, model_max_length)
 
 
 def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -> set[str]:
@@ -298,8 +297,9 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder) -> None:
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     write_json(config, settings)
-    with open(f"{folder}/vocab.txt", "w", encoding="utf-8", newline="\n") as file:
-        file.writelines(piece + "\n" for piece in pieces(tokenizer))
+    config.with_name("vocab.txt").write_text(
+        "".join(f"{piece}\n" for piece in pieces(tokenizer)), encoding="utf-8", newline="\n"
+    )
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase | Tokenizer) -> list[str]:
