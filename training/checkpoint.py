@@ -69,9 +69,7 @@ def write_checkpoint(final: Path, model, tokenizer, tensors: dict[str, dict], st
 
 def delete(checkpoint: Path) -> None:
     """Delete a checkpoint. The folder is renamed first, so that its name never stands for half a checkpoint."""
-    if not checkpoint.name.startswith("."):
-        checkpoint = checkpoint.rename(folders.hidden(checkpoint))
-    shutil.rmtree(checkpoint)
+    shutil.rmtree(checkpoint.rename(folders.hidden(checkpoint)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -93,10 +91,9 @@ def checkpoints(folder: Path, unfinished: bool = False) -> list[Path]:
     Args:
         unfinished: include hidden folders whose writing or deletion was interrupted.
     """
-    if not folder.is_dir():  # on another machine the output folder may not exist
-        return []
-    pattern = r"\.?checkpoint-\d+(\.part)?" if unfinished else r"checkpoint-\d+"
-    paths = (path for path in folder.iterdir() if re.fullmatch(pattern, path.name) and path.is_dir())
+    pattern = r"\.*checkpoint-\d+(\.part)*" if unfinished else r"checkpoint-\d+"
+    # `glob` finds nothing where the output folder does not exist, as on another machine.
+    paths = (path for path in folder.glob("*checkpoint-*") if re.fullmatch(pattern, path.name) and path.is_dir())
     return sorted(paths, key=step_of)
 
 
@@ -231,23 +228,17 @@ class WordSaver:
         Raises:
             UserError: a folder cannot be written.
         """
-        reached = [mark for mark in self.waiting if mark <= self.seen]
-        if not reached:
-            return
-        self.waiting = self.waiting[len(reached) :]
-        model, state = self.learner.full_model(averaged=True), {"step": step, "words_seen": self.seen}
-        paths = [self.folder / folder_name(mark) for mark in reached]
+        while self.waiting and self.waiting[0] <= self.seen:
+            on_main(self._save, self.waiting.pop(0), step, self.learner.full_model(averaged=True))
 
-        def write():
-            for path, words in zip(paths, reached, strict=True):
-                with folders.atomic_folder(path, f", and {GO_ON}; the checkpoints are unchanged") as partial:
-                    save_model(model, partial)
-                    save_tokenizer(self.tokenizer, partial)
-                    folders.write_json(partial / WORDS_FILE, {"words": words, **state})
-                    record = {**self.record, "checkpoint_step": step, "checkpoint_words": words}
-                    folders.write_json(partial / card.RUN_FILE, record)
-                    text = card.render_card(partial, self.folder.resolve().name)
-                    (partial / card.CARD_FILE).write_text(text, encoding="utf-8")
-                logger.info(f"{path}: saved after {self.seen:,.0f} words (step {step:,})")
-
-        on_main(write)
+    def _save(self, words, step, model):
+        path = self.folder / folder_name(words)
+        with folders.atomic_folder(path, f", and {GO_ON}; the checkpoints are unchanged") as partial:
+            save_model(model, partial)
+            save_tokenizer(self.tokenizer, partial)
+            folders.write_json(partial / WORDS_FILE, {"words": words, "step": step, "words_seen": self.seen})
+            record = {**self.record, "checkpoint_step": step, "checkpoint_words": words}
+            folders.write_json(partial / card.RUN_FILE, record)
+            text = card.render_card(partial, self.folder.resolve().name)
+            (partial / card.CARD_FILE).write_text(text, encoding="utf-8")
+        logger.info(f"{path}: saved after {self.seen:,.0f} words (step {step:,})")
