@@ -1,6 +1,5 @@
 """The log of a run: training_log.jsonl, the terminal, trackers such as TensorBoard, events, speed."""
 
-import contextlib
 import datetime
 import itertools
 import json
@@ -8,9 +7,8 @@ import logging
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
 
 import psutil
 import torch
@@ -103,10 +101,10 @@ class RunLog:
     length or batch size, a skipped step.
 
     Every process must call each method at the same point of the run; only the main process writes. A resumed run
-    repeats the steps after its checkpoint, so it deletes their rows. Time counts only while the run trains, not during
-    evaluations and saves.
+    repeats the steps after its checkpoint, so it deletes their rows.
 
-    `rows` are the rows of the log.
+    `rows` are the rows of the log. The training loop adds the seconds in which it waits for batches to `waited`, and
+    those of evaluations and saves, which do not count, to `clock_start`, where the time of the next row begins.
 
     Args:
         folder: the run's folder.
@@ -239,16 +237,6 @@ class RunLog:
             "train_memory_mb": max(row["memory_mb"] for row in rows),
         }
 
-    @contextlib.contextmanager
-    def time_added_to(self, clock: Literal["waited", "clock_start"]) -> Iterator[None]:
-        """
-        Add the seconds of the block to `waited`, as the training waits for a batch; or to `clock_start`: then they do
-        not count, as those of an evaluation or a save.
-        """
-        start = time.monotonic()
-        yield
-        setattr(self, clock, getattr(self, clock) + time.monotonic() - start)
-
     def _losses(self):
         counted = [step for step in self.steps if not step.skipped and step.masked_tokens]
         if not counted:
@@ -321,13 +309,13 @@ def check_trackers(names: list[str], installed: Iterable[str]) -> list[str] | No
     """
     names = [] if names == ["none"] else names
     takes = f"none, or trackers that are installed here ({', '.join(installed) or 'none is'})"
-    cases = {
-        f"report_to takes {takes}, got {name!r}{f'; pip install {name}' if name in LOGGER_TYPE_TO_CLASS else ''}": (
-            name not in installed
-        )
-        for name in names
-    }
-    refuse_first(cases)
+    refuse_first(
+        {
+            f"report_to takes {takes}, got {name!r}"
+            f"{f'; pip install {name}' if name in LOGGER_TYPE_TO_CLASS else ''}": name not in installed
+            for name in names
+        }
+    )
     return names or None
 
 

@@ -220,8 +220,9 @@ def train(
             evaluate()
         log.clock_start = time.monotonic()
         for number in range(start + 1, max_steps + 1):
-            with log.time_added_to("waited"):
-                step = next(loaded, None)  # None if a signal has stopped the run
+            waiting_since = time.monotonic()
+            step = next(loaded, None)  # None if a signal has stopped the run
+            log.waited += time.monotonic() - waiting_since
             if stop.should_stop():
                 break
             rate, cursor = schedule.learning_rate(run, number), step.cursor
@@ -230,14 +231,15 @@ def train(
             due = schedule.due_after(run, number)
             if "log" in due:
                 log.write_row()
-            with log.time_added_to("clock_start"):
-                if "evaluate" in due:
-                    evaluate()
-                # After a skipped step the weights may be bad, and each new checkpoint deletes an old one.
-                if not log.skipped_in_a_row:
-                    words.save_due(number)
-                if ("save" in due and not log.skipped_in_a_row) or number == max_steps:
-                    saved = save(number)
+            trained_until = time.monotonic()
+            if "evaluate" in due:
+                evaluate()
+            # After a skipped step the weights may be bad, and each new checkpoint deletes an old one.
+            if not log.skipped_in_a_row:
+                words.save_due(number)
+            if ("save" in due and not log.skipped_in_a_row) or number == max_steps:
+                saved = save(number)
+            log.clock_start += time.monotonic() - trained_until  # evaluations and saves do not count
         if stop.should_stop():
             log.write_row()
             if log.step > (saved.state["step"] if saved else 0) and not log.skipped_in_a_row:
