@@ -199,10 +199,9 @@ class Learner:
 
     def bytes_in_checkpoint(self) -> int:
         """The size of a checkpoint's tensors: the weights, and what `tensors` gives."""
-        averages = self.average.averages if self.average else {}
         return sum(
             tensor.numel() * tensor.element_size()
-            for named in (self.parameters, self._moments(), averages)
+            for named in (self.parameters, self._moments(), self.average.averages if self.average else {})
             for tensor in named.values()
         )
 
@@ -212,7 +211,6 @@ class Learner:
         for name, tensor in self._read(saved.path / checkpoint.WEIGHTS_FILE):
             self.parameters[name].copy_(tensor)
         self.model.tie_weights()
-        self.reset_optimizers()
         optimizer_of = {p: opt for opt in self.optimizers for group in opt.param_groups for p in group["params"]}
         for full_name, tensor in self._read(saved.path / checkpoint.OPTIMIZER_FILE):
             name, _, key = full_name.partition("|")
@@ -290,7 +288,6 @@ def make_optimizers(
     matrices = [parameter for parameter in model.base_model.encoder.parameters() if parameter.ndim == 2]
     matrix_ids = set(map(id, matrices))
     others = [parameter for parameter in model.parameters() if id(parameter) not in matrix_ids]
-    assert len(matrices) + len(others) == len(list(model.parameters()))
     return [
         Muon(matrices, learning_rate, weight_decay, adjust_lr_fn="match_rms_adamw"),
         make_adamw(others, learning_rate, weight_decay, betas, epsilon),
@@ -310,20 +307,16 @@ class Muon(torch.optim.Muon):
     def step(self, closure=None):
         if any(parameter.device.type != "cpu" for group in self.param_groups for parameter in group["params"]):
             return super().step(closure)
-        assert closure is None, "steps here have their gradients"
         for group in self.param_groups:
+            keep, settings = group["momentum"], (group["ns_coefficients"], group["ns_steps"], group["eps"])
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_float32(parameter, group)
-
-    def _step_float32(self, parameter, group):
-        state, gradient, keep = self.state[parameter], parameter.grad, group["momentum"]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(gradient)
-        average = state["momentum_buffer"].lerp_(gradient, 1 - keep)
-        update = orthogonal(gradient.lerp(average, keep), group["ns_coefficients"], group["ns_steps"], group["eps"])
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
+                state, gradient = self.state[parameter], parameter.grad
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(gradient)
+                average = state["momentum_buffer"].lerp_(gradient, 1 - keep)
+                update = orthogonal(gradient.lerp(average, keep), *settings)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
 
 
 def orthogonal(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> torch.Tensor:
