@@ -186,11 +186,12 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
     # `accelerate launch` also sets `no` if its user has not chosen a precision.
     asked_for = mixed_precision or (launchers if launchers != "no" else None)
     precision = asked_for or ("bf16" if has_bf16 else "no")
-    cases = {
-        f"mixed_precision {precision} is not supported; give bf16, fp16 or no": precision not in MATMUL_DTYPES,
-        "mixed_precision fp16 needs a GPU; give bf16 or no": precision == "fp16" and on_cpu,
-    }
-    refuse_first(cases)
+    refuse_first(
+        {
+            f"mixed_precision {precision} is not supported; give bf16, fp16 or no": precision not in MATMUL_DTYPES,
+            "mixed_precision fp16 needs a GPU; give bf16 or no": precision == "fp16" and on_cpu,
+        }
+    )
     if mixed_precision is None and "ACCELERATE_MIXED_PRECISION" in os.environ and precision != launchers:
         logger.info(f"mixed_precision {precision}, not the launcher's {launchers}; --mixed_precision sets another")
     # cuDNN's attention plans each new shape anew (20 ms to a second), and has given NaN for rows without a key.
@@ -204,15 +205,17 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
         **options,
     )
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
-    cases = {
-        f"FSDP was asked for, but Accelerate has none on {accelerator.device.type} with {accelerator.num_processes} "
-        f"processes; launch without FSDP, or on several GPUs": parse_flag_from_env("ACCELERATE_USE_FSDP")
-        and not is_fsdp,
-        "FSDP's first version is not supported; set fsdp_version: 2 in the launcher's configuration": (
-            is_fsdp and not accelerator.is_fsdp2
-        ),
-    }
-    refuse_first(cases)
+    refuse_first(
+        {
+            f"FSDP was asked for, but Accelerate has none on {accelerator.device.type} with "
+            f"{accelerator.num_processes} processes; launch without FSDP, or on several GPUs": (
+                parse_flag_from_env("ACCELERATE_USE_FSDP") and not is_fsdp
+            ),
+            "FSDP's first version is not supported; set fsdp_version: 2 in the launcher's configuration": (
+                is_fsdp and not accelerator.is_fsdp2
+            ),
+        }
+    )
     if is_fsdp:
         # Each encoder block is sharded as a unit, whatever the launcher's configuration says. Accelerate's own policy
         # would put weights, losses and even counts into bf16. Without a policy they stay float32, and only matrix
@@ -243,16 +246,20 @@ def with_defaults(run: PretrainConfig, architecture: D2lBertConfig, accelerator:
         UserError: the device cannot compute the attention that was asked for.
     """
     device = accelerator.device.type
-    cases = {
-        "attn_implementation flex_attention cannot train on a CPU; give eager or sdpa": (
-            run.attn_implementation == "flex_attention" and device == "cpu"
-        ),
-        "attn_implementation varlen needs an NVIDIA GPU, mixed_precision bf16 or fp16, and no dropout of attention; "
-        "give sdpa, or --attention_probs_dropout_prob 0": run.attn_implementation == "varlen"
-        and (device != "cuda" or accelerator.mixed_precision == "no" or architecture.attention_probs_dropout_prob > 0),
-    }
-    refuse_first(cases)
-    is_eager_faster = run.max_seq_length <= 256 or architecture.attention_probs_dropout_prob > 0
+    has_dropout = architecture.attention_probs_dropout_prob > 0
+    refuse_first(
+        {
+            "attn_implementation flex_attention cannot train on a CPU; give eager or sdpa": (
+                run.attn_implementation == "flex_attention" and device == "cpu"
+            ),
+            "attn_implementation varlen needs an NVIDIA GPU, mixed_precision bf16 or fp16, and no dropout of "
+            "attention; give sdpa, or --attention_probs_dropout_prob 0": (
+                run.attn_implementation == "varlen"
+                and (device != "cuda" or accelerator.mixed_precision == "no" or has_dropout)
+            ),
+        }
+    )
+    is_eager_faster = run.max_seq_length <= 256 or has_dropout
     tokens = MICRO_BATCH_TOKENS
     if device == "cuda":
         memory = torch.cuda.get_device_properties(accelerator.device).total_memory

@@ -172,9 +172,13 @@ def start_from(
     config.vocab_size = len(known)
     with reading_model(run.init_from, "init_from "):
         saved_model, _ = conversion.read_model(run.init_from)
-        options = {"config": config, "attn_implementation": run.attn_implementation, "dtype": torch.float32}
         model, missing, _ = conversion.load_and_compare(
-            _class_of(run), None, state_dict=saved_model.state_dict(), **options
+            _class_of(run),
+            None,
+            state_dict=saved_model.state_dict(),
+            config=config,
+            attn_implementation=run.attn_implementation,
+            dtype=torch.float32,
         )
     if tokenizer is not None:
         extend_embeddings(model, known, tokenizer)

@@ -108,25 +108,26 @@ def check_options(architecture: D2lBertConfig, run: PretrainConfig) -> list[str]
         check_license(run.license)
     positions = architecture.max_position_embeddings
     sources = len(run.text_paths()) + len(run.dataset)
-    cases = {
-        "type_vocab_size must be at least 2: a pair has two segments": (
-            architecture.type_vocab_size < 2 and run.objective != "none"
-        ),
-        f"max_seq_length ({run.max_seq_length}) is beyond the model's positions ({positions}); lower it, or raise "
-        f"max_position_embeddings of a fresh model": (run.max_seq_length > positions),
-        **{
-            f"output_dir {folder} lies in the text {path}, and would be read as text; name one outside": (
-                Path(path).is_dir() and folder.resolve().is_relative_to(Path(path).resolve())
-            )
-            for folder in [run_folder.folder_of(run)]
-            for path in run.text_paths()
-        },
-        # The number of sources in a prepared folder is known after reading.
-        f"source_weights: {len(run.source_weights)} weights for {sources} sources; give one for each": (
-            run.source_weights and len(run.source_weights) != sources and not corpus_is_prepared(run)
-        ),
-    }
-    refuse_first(cases)
+    refuse_first(
+        {
+            "type_vocab_size must be at least 2: a pair has two segments": (
+                architecture.type_vocab_size < 2 and run.objective != "none"
+            ),
+            f"max_seq_length ({run.max_seq_length}) is beyond the model's positions ({positions}); lower it, or raise "
+            f"max_position_embeddings of a fresh model": (run.max_seq_length > positions),
+            **{
+                f"output_dir {folder} lies in the text {path}, and would be read as text; name one outside": (
+                    Path(path).is_dir() and folder.resolve().is_relative_to(Path(path).resolve())
+                )
+                for folder in [run_folder.folder_of(run)]
+                for path in run.text_paths()
+            },
+            # The number of sources in a prepared folder is known after reading.
+            f"source_weights: {len(run.source_weights)} weights for {sources} sources; give one for each": (
+                run.source_weights and len(run.source_weights) != sources and not corpus_is_prepared(run)
+            ),
+        }
+    )
     return check_trackers(run.report_to, [str(name) for name in get_available_trackers()])
 
 
@@ -360,14 +361,17 @@ def explain_failures(is_training: bool = False) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         reason = " ".join(str(error).split())
         is_broken = re.search("gloo|NCCL|Connection .* by peer", reason)
-        cases = {
-            f"out of memory; lower --micro_batch_size, or give --gradient_checkpointing: the steps stay the same; "
-            f"{GO_ON}": is_training and is_out_of_memory(error),
-            f"another process of this run is gone, or cannot be reached ({reason:.120}): read the messages of that "
-            f"process; {GO_ON}": (is_broken or isinstance(error, torch.distributed.DistError))
-            and torch.distributed.is_initialized(),
-        }
-        refuse_first(cases)
+        refuse_first(
+            {
+                f"out of memory; lower --micro_batch_size, or give --gradient_checkpointing: the steps stay the same; "
+                f"{GO_ON}": is_training and is_out_of_memory(error),
+                f"another process of this run is gone, or cannot be reached ({reason:.120}): read the messages of "
+                f"that process; {GO_ON}": (
+                    (is_broken or isinstance(error, torch.distributed.DistError))
+                    and torch.distributed.is_initialized()
+                ),
+            }
+        )
         raise
 
 

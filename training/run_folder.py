@@ -304,12 +304,14 @@ def check_identity(saved: checkpoint.Checkpoint, identity: dict) -> None:
     then, now = saved.state["identity"], json.loads(json.dumps(identity))
     # The schedule of the learning rate depends on the length of the run.
     ways_out = dict.fromkeys(LENGTH_OPTIONS, f", from these weights by --init_from {saved.path}")
-    cases = {
-        f"{name} was {then.get(name)!r}, and is {value!r} now; go on with what it was, or start a new run in another "
-        f"output_dir{ways_out.get(name, '')}": then.get(name) != value
-        for name, value in now.items()
-    }
-    refuse_first(cases, f"{saved.path}: a checkpoint of another run: ")
+    refuse_first(
+        {
+            f"{name} was {then.get(name)!r}, and is {value!r} now; go on with what it was, or start a new run in "
+            f"another output_dir{ways_out.get(name, '')}": then.get(name) != value
+            for name, value in now.items()
+        },
+        f"{saved.path}: a checkpoint of another run: ",
+    )
 
 
 def check_same_identity(identities: list[dict]) -> None:
@@ -322,10 +324,11 @@ def check_same_identity(identities: list[dict]) -> None:
     Raises:
         UserError: a process has another identity than the first; the message names the first difference.
     """
-    cases = {
-        f"process {process} has another {name} ({identity[name]!r}) than process 0 ({value!r}); give all machines the "
-        f"same files, or one prepared folder": identity[name] != value
-        for process, identity in enumerate(identities)
-        for name, value in identities[0].items()
-    }
-    refuse_first(cases)
+    refuse_first(
+        {
+            f"process {process} has another {name} ({identity[name]!r}) than process 0 ({value!r}); give all machines "
+            f"the same files, or one prepared folder": identity[name] != value
+            for process, identity in enumerate(identities)
+            for name, value in identities[0].items()
+        }
+    )
