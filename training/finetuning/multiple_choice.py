@@ -1,6 +1,5 @@
 """Multiple choice: which of several texts fits a context, as in SWAG; a score for each choice."""
 
-import logging
 import re
 import string
 from collections import Counter
@@ -10,9 +9,6 @@ from transformers import DataCollatorForMultipleChoice
 
 from d2l_bert.messages import counted, refuse_first
 from d2l_bert.training.finetuning import metrics, tasks
-
-
-logger = logging.getLogger(__name__)
 
 
 class MultipleChoice(tasks.Task):
@@ -70,8 +66,6 @@ class MultipleChoice(tasks.Task):
         labels = {row.label for row in train.rows}
         self.count = counts.most_common(1)[0][0]
         self.begin = int("0" not in labels and str(self.count) in labels)
-        if self.begin:
-            logger.info(f"labels run from 1 to {self.count}: choices are counted from 1")
         refuse_first(
             {
                 f"{train.label}, {train.rows[0].place}: {counted(self.count, 'choice')} in column "

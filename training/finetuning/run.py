@@ -112,8 +112,6 @@ class Run:
         if config.push_to_hub:
             devices.on_main(publish.check_push, self.repository, config.license, False)
         self.rates = config.learning_rates() or [trainer.default_rate(getattr(start.config, "hidden_size", 768))]
-        given = "" if config.learning_rate else " (by the model's size; --learning_rate sets it)"
-        logger.info(f"rate {', '.join(f'{rate:g}' for rate in self.rates)}{given}")
         self.record = output.make_record(self)
 
     def folder_of(self, rate: float, seed: int) -> Path:
@@ -145,8 +143,6 @@ class Run:
         """
         tried = self.stable([(rate, self.config.seed) for rate in self.rates])
         rate = self.best(tried)["learning_rate"] if tried else min(self.rates)
-        if len(tried) > 1:
-            logger.info(f"rate {rate:g} is best on validation rows ({self.metric})")
         seeds = self.stable([(rate, seed) for seed in self.seeds])
         messages.refuse_first(
             {
@@ -183,7 +179,7 @@ class Run:
         arguments = self.arguments(rate, seed)
         callback, patience = trainer.Checkpoints(before), config.early_stopping_patience
         transformers.set_seed(seed)
-        model, fresh = trainer.make_model(self.start, task)
+        model = trainer.make_model(self.start, task)
         trained = trainer.TaskTrainer(
             task,
             model,
@@ -198,8 +194,6 @@ class Run:
                 *([trainer.Bar()] if sys.stderr.isatty() else []),
             ],
         )
-        if fresh:
-            logger.info(f"{folder.name}: fresh weights in {', '.join(fresh)}")
         if checkpoint is not None:
             logger.info(f"{folder.name}: goes on from {Path(checkpoint).name}")
         trained.train(resume_from_checkpoint=checkpoint)

@@ -255,15 +255,9 @@ def load_splits(config: FinetuneConfig, task: Task) -> dict[str, Split]:
         split.rows = usable(split, task.checked)
     if "validation" not in splits and config.validates():
         splits = {**hold_out(splits.pop("train"), task), **splits}
-    elif "validation" not in splits:
-        logger.info("no validation rows: the model after the last step is kept")
     trained = {row.texts for row in splits["train"].rows}
-    for name, split in list(splits.items())[1:]:
+    for split in list(splits.values())[1:]:
         split.shared = sum(row.texts in trained for row in split.rows)
-        if split.shared:
-            logger.info(
-                f"{split.shared:,} of the {len(split.rows):,} {name} rows have the same texts as a training row"
-            )
     return splits
 
 

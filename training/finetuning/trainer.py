@@ -104,23 +104,20 @@ def read_start(config: FinetuneConfig, task: Task) -> Start:
             setattr(model_config, field, dropout[option])
     on_hub = None if Path(config.model).exists() else hub.cached_file(config.model, "config.json")
     start = Start(model_config, tokenizer, on_hub and hub.extract_commit_hash(on_hub, None), dropout)
-    model, _ = make_model(start, task)
-    wanted, most = config.max_seq_length or task.default_length, conversion.longest_input(model, tokenizer)
-    beyond = f"max_seq_length ({wanted}) is beyond the model's positions ({most}); lower it"
-    refuse_first({beyond: config.max_seq_length and wanted > most})
-    start.max_seq_length = min(wanted, most)
+    wanted, most = config.max_seq_length, conversion.longest_input(make_model(start, task), tokenizer)
+    refuse_first(
+        {f"max_seq_length ({wanted}) is beyond the model's positions ({most}); lower it": wanted and wanted > most}
+    )
+    start.max_seq_length = min(wanted or task.default_length, most)
     return start
 
 
 @torch.no_grad()
-def make_model(start: Start, task: Task) -> tuple[transformers.PreTrainedModel, list[str]]:
+def make_model(start: Start, task: Task) -> transformers.PreTrainedModel:
     """
     The model with a fresh head for the labels that `task` has learnt, in float32, in training mode.
 
     PyTorch's global generator draws the fresh weights; with the option `from_scratch` all weights.
-
-    Returns:
-        The model, and the names of the modules with fresh weights; [] with `from_scratch`.
 
     Raises:
         UserError: the weights cannot be loaded, or the encoder's weights are not complete or not finite.
@@ -129,7 +126,7 @@ def make_model(start: Start, task: Task) -> tuple[transformers.PreTrainedModel, 
     config = copy.deepcopy(start.config)
     config.update(task.settings)
     if task.config.from_scratch:
-        return auto_class.from_config(config, dtype=torch.float32).train(), []
+        return auto_class.from_config(config, dtype=torch.float32).train()
     with reading_model(name):
         model, missing, _ = conversion.load_and_compare(
             auto_class,
@@ -155,7 +152,7 @@ def make_model(start: Start, task: Task) -> tuple[transformers.PreTrainedModel, 
                     for parameter in module.parameters(recurse=False):
                         parameter._is_hf_initialized = False  # Transformers leaves weights with this mark as they are
                     model._init_weights(module)
-    return model.train(), sorted({name.rpartition(".")[0] for name in missing | head})
+    return model.train()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
