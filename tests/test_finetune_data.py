@@ -79,12 +79,12 @@ WRONG = {
     "a label that training lacks": (
         "text-classification",
         {"train": TWO, "validation": "text,label\na,yes\nb,maybe\n"},
-        ["validation_file validation.csv, line 3: label 'maybe' does not stand in the training rows", "'no', 'yes'"],
+        ["validation_file validation.csv, line 3: label 'maybe' in column 'label' is none of 'no', 'yes'"],
     ),
     "a label of the test rows that training lacks": (
         "text-classification",
         {"train": TWO, "test": "text,label\na,maybe\n"},
-        ["test_file test.csv, line 2: label 'maybe' does not stand in the training rows"],
+        ["test_file test.csv, line 2: label 'maybe' in column 'label' is none of 'no', 'yes'"],
     ),
     "an empty file": ("text-classification", {"train": ""}, ["train_file train.csv"]),
     "no rows": ("text-classification", {"train": "text,label\n"}, ["train_file train.csv"]),
@@ -222,7 +222,7 @@ WRONG = {
     "an unknown label of several": (
         "multi_label_classification",
         {"train": 'text,label\na,"x,y"\nb,x\n', "validation": "text,label\na,z\n"},
-        ["validation.csv, line 2: label 'z' does not stand in the training rows"],
+        ["validation.csv, line 2: label 'z' in column 'label' is none of 'x', 'y'"],
     ),
 }
 

@@ -94,7 +94,7 @@ def chosen(label, names, place):
             [
                 (
                     (row["question"], row["context"]),
-                    [(row["answers"]["text"][0], row["answers"]["answer_start"][0])][n == 1 :],
+                    [(row["answers"]["text"][0], row["answers"]["answer_start"][0])][n == 1 :] or None,
                 )
                 for n, row in enumerate(ANSWERED)
             ],
@@ -103,7 +103,7 @@ def chosen(label, names, place):
 )
 def test_texts_and_labels_of_rows(task, kind, rows, expected, tmp_path):
     task, splits = load(write_table(tmp_path / f"rows.{kind}", rows), task)
-    assert read(splits["train"]) == expected and task.has_unanswerable == ([] in labels_of(splits["train"]))
+    assert read(splits["train"]) == expected and task.has_unanswerable == (None in labels_of(splits["train"]))
 
 
 def test_minus_one_is_a_class_unless_it_says_that_there_is_no_label(tmp_path):
@@ -279,7 +279,7 @@ def made(path, task, tokenizer, length, **options):
 
 def test_squads_nested_json_is_the_flat_form(tmp_path):
     rows = answer_rows(20, 0, unanswerable=0.5)
-    labels = [list(zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)) for row in rows]
+    labels = [list(zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)) or None for row in rows]
     for name, content in (("nested", squad_json(rows)), ("list", rows), ("data", {"data": rows})):
         # with half of a character
         (tmp_path / f"{name}.json").write_text(json.dumps(content).replace('"id"', r'"half": "\ud83d", "id"'))

@@ -149,7 +149,7 @@ WRONG = {
     "a question without an answer that training lacks": (
         "question-answering",
         {"train.jsonl": ANSWERS, "validation.jsonl": ANSWERS + lines(asked(text=[], start=[]))},
-        ["validation.jsonl, line 3: a question without an answer, and every training row has an answer"],
+        ["validation.jsonl, line 3: column 'answers' is empty"],
     ),
     "answers without places": (
         "question-answering",

@@ -73,8 +73,8 @@ class MultipleChoice(tasks.Task):
                 f"columns, with --choices_column": self.count < 2
             }
         )
-        self.number_of = {name: number for number, name in enumerate(string.ascii_uppercase[: self.count])}
-        self.number_of |= {str(number + self.begin): number for number in range(self.count)}
+        self.number_of = {str(number + self.begin): number for number in range(self.count)}
+        self.number_of |= {name: number for number, name in enumerate(string.ascii_uppercase[: self.count])}
 
     def checked(self, row, split):
         super().checked(row, split)
@@ -83,14 +83,7 @@ class MultipleChoice(tasks.Task):
             raise ValueError(
                 f"{counted(count, 'choice')}, and most training rows have {self.count}; give every row equally many"
             )
-        if not isinstance(row.label, str):  # found by its name
-            return row
-        if row.label not in self.number_of:
-            raise ValueError(
-                f"label {row.label!r} in column {self.label!r} is not the number of a choice "
-                f"(from {self.begin}), its letter or its name; correct the label"
-            )
-        return row._replace(label=self.number_of[row.label])
+        return row._replace(label=self.number_of.get(row.label, row.label))  # a name is a number already
 
     def features(self, split, tokenizer, max_seq_length):
         firsts, seconds = [], []

@@ -37,8 +37,8 @@ class QuestionAnswering(tasks.Task):
     window without the answer, the answer is [CLS] (Devlin et al., 2018, section 4.3). The prediction is the best span
     over all windows of a question. If training rows have questions without an answer, as in SQuAD 2, the lowest score
     of [CLS] over the windows stands for "no answer". An example's texts are question and context, its label is a list
-    of answers, each with the character of the context at which it begins. A window's positions are those of the
-    context, its places the tokens' characters there.
+    of answers, each with the character of the context at which it begins, or None. A window's positions are those of
+    the context, its places the tokens' characters there.
     """
 
     auto_class = "AutoModelForQuestionAnswering"
@@ -59,19 +59,11 @@ class QuestionAnswering(tasks.Task):
                 )
         # SQuAD 2 gives such questions what looks like an answer.
         is_impossible = str(row.cells.get("is_impossible")).lower() in ("true", "1")
-        return row._replace(texts=(question, context), label=[] if is_impossible else answers)
+        return row._replace(texts=(question, context), label=None if is_impossible else answers or None)
 
     def learn(self, train):
         self.settings["num_labels"] = 2  # the first token and the last, whatever the model was trained for before
-        self.has_unanswerable = not all(row.label for row in train.rows)
-
-    def checked(self, row, split):
-        if split.is_labelled and not row.label and not self.has_unanswerable:
-            raise ValueError(
-                "a question without an answer, and every training row has an answer; take the row out, or add "
-                "training rows without an answer"
-            )
-        return row
+        self.has_unanswerable = any(row.label is None for row in train.rows)
 
     def features(self, split, tokenizer, max_seq_length):
         stride = self.config.doc_stride  # how many tokens two windows of a context share
@@ -140,7 +132,7 @@ class QuestionAnswering(tasks.Task):
 
     def metrics(self, split, outputs):
         scores = [
-            metrics.answer_scores(span.text, [text for text, _ in row.label])
+            metrics.answer_scores(span.text, [text for text, _ in row.label or []])
             for span, row in zip(self.spans(split, outputs), split.rows, strict=True)
         ]
         return dict(zip(("exact_match", "f1"), np.mean(scores, axis=0).tolist(), strict=True))

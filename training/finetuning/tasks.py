@@ -163,21 +163,21 @@ class Task:
             ValueError: it has no label and others of its split have, or the training rows have not shown how to learn
                 it.
         """
-        if split.is_labelled and row.label is None:
+        if split.is_labelled and row.label is None and not self.has_unanswerable:
             raise ValueError(f"column {self.label!r} is empty; write a label, or take the row out")
         for name in self.names_of(row):
             if name not in self.number_of:
                 raise ValueError(
-                    f"label {name!r} does not stand in the training rows, which have {listed(self.classes)}; "
-                    f"correct the label, or add training rows with it"
+                    f"label {name!r} in column {self.label!r} is none of {listed(list(self.number_of))}; correct the "
+                    f"label, or add training rows with it"
                 )
         return row
 
     def names_of(self, row: Row) -> list[str]:
         """The names of the classes of a row; [] for a task without classes."""
-        if not self.classes or row.label is None:
-            return []
-        return [row.label] if isinstance(row.label, str) else row.label
+        if isinstance(row.label, str):
+            return [row.label]
+        return row.label or [] if self.classes else []
 
     def learn_classes(self, train, found: set[str], named: list[str] | tuple[str, ...] | None, least: int = 2) -> None:
         """
