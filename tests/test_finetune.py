@@ -99,7 +99,7 @@ def test_a_saved_dataset_is_read_by_the_columns_of_a_named_task(trained, tmp_pat
     data = saved(tmp_path / "saved", **splits)
     metrics = finetune(trained, tmp_path / "out", "--task=sst2", f"--dataset={data}", "--max_steps=2")
     shown = capsys.readouterr().err
-    assert "1 row is left out, the first because column 'label' is empty" in shown
+    assert "1 row is left out: row 40: column 'label' is empty" in shown
     assert "test: 8 rows of saved, split test, without labels" in shown
     assert "validation_accuracy" in metrics and "test_accuracy" not in metrics
     assert {row["prediction"] for row in read_csv(tmp_path / "out" / "predictions.csv")} <= {"negative", "positive"}

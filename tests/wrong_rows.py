@@ -65,7 +65,7 @@ WRONG = {
     "no words": (
         "token-classification",
         {"train.jsonl": TAGS + lines(tagged([], []))},
-        ["line 3: column 'tokens' has no words"],
+        ["line 3: column 'ner_tags' is empty"],
     ),
     "an empty word": (
         "token-classification",

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Literal
 
-from d2l_bert.messages import UserError
+from d2l_bert.messages import explained
 from d2l_bert.model_cards.config import check_license
 from d2l_bert.options import LENGTH, MACHINE, OPTIMIZER, OUTPUT, Options, option, option_of
 from d2l_bert.tokenization.config import Separator, SourceConfig
@@ -281,7 +281,7 @@ class FinetuneConfig(Options):
 
     def contradictions(self) -> dict[str, object]:
         """As in `Options`. Raises `UserError` itself for a wrong rate or licence."""
-        self.learning_rates()
+        rates = self.learning_rates()
         if self.license is not None:
             check_license(self.license)
         defaults = type(self)()
@@ -292,6 +292,9 @@ class FinetuneConfig(Options):
         return {
             f"task {self.task!r}: give one of {', '.join(TASKS)}; or {', '.join(NAMED)}": (
                 self.task not in (*TASKS, *NAMED)
+            ),
+            f"learning_rate takes numbers above 0 and at most 100, each once, got {' '.join(self.learning_rate)}": (
+                not all(0 < rate <= 100 for rate in rates) or len(set(rates)) < len(rates)
             ),
             "train_file and dataset both give the training rows; give one": self.train_file and self.dataset,
             "train_file is missing; give --train_file FILE, or --dataset ID": (
@@ -373,17 +376,10 @@ class FinetuneConfig(Options):
         The rates to try, in the order given; [] if the model's size decides.
 
         Raises:
-            UserError: a rate is not a number above 0, or stands there twice.
+            UserError: a rate is not a number.
         """
-        try:
-            rates = [float(text) for text in self.learning_rate]
-        except ValueError:
-            rates = [math.nan]
-        if not all(0 < rate <= 100 for rate in rates) or len(set(rates)) < len(rates):
-            raise UserError(
-                f"learning_rate takes numbers above 0 and at most 100, each once, got {' '.join(self.learning_rate)}"
-            )
-        return rates
+        with explained(f"learning_rate {' '.join(self.learning_rate)}", "give numbers", ValueError):
+            return [float(text) for text in self.learning_rate]
 
 
 @dataclasses.dataclass(kw_only=True)

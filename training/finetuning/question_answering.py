@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from d2l_bert.messages import refuse_first
+from d2l_bert.messages import explained, refuse_first
 from d2l_bert.training.finetuning import metrics, tasks
 
 
@@ -153,13 +153,14 @@ def answers_in(value: object, column: str) -> list[tuple[str, int]]:
     Raises:
         ValueError: the cell has another form.
     """
-    try:
+    with explained(
+        f"column {column!r} has no answers in SQuAD's form",
+        'write {"text": ["..."], "answer_start": [0]}',
+        *(KeyError, TypeError, ValueError),
+    ):
         if isinstance(value, dict):  # as the Hub has them
             return [(str(text), int(start)) for text, start in zip(value["text"], value["answer_start"], strict=True)]
         return [(str(answer["text"]), int(answer["answer_start"])) for answer in value or []]
-    except (KeyError, TypeError, ValueError):
-        form = '{"text": ["..."], "answer_start": [0]}'
-        raise ValueError(f"column {column!r} has no answers in SQuAD's form; write {form}") from None
 
 
 def _positions(window, answer=("", 0)):

@@ -15,7 +15,7 @@ from d2l_bert import folders
 from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, refuse_first
 from d2l_bert.tokenization import sources, tables
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.tasks import Row, Task, names_in
+from d2l_bert.training.finetuning.tasks import Row, Task, name_of
 
 
 logger = logging.getLogger(__name__)
@@ -118,10 +118,8 @@ def _json_rows(text) -> Iterator[dict]:
     # A character in place of half a one: answers begin where they did.
     content = json.loads(tables.HALF_CHARACTER.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], text))
     for entry in content["data"] if isinstance(content, dict) else content:
-        if not isinstance(entry, dict):
-            raise ValueError(f"{entry!r:.40} is no object; write a list of objects")
         if "paragraphs" not in entry:
-            yield entry
+            yield {**entry}  # a TypeError if it is no object
         for paragraph in entry.get("paragraphs", []):
             shared = {"title": entry.get("title", ""), "context": paragraph["context"], "id": ""}
             yield from ({**shared, **question} for question in paragraph["qas"])
@@ -201,7 +199,11 @@ def _read_dataset(name: str, config: FinetuneConfig, read: dict[str, Split]) -> 
             name=f"{folders.base_name(name) if Path(name).exists() else name}, split {used}",
             rows=[Row(f"row {number:,}", row) for number, row in enumerate(cells, 1)],
             fingerprint=folders.short_hash(repr(cells)),
-            class_names={c: names_in(kind.names, c) for c, kind in kinds.items() if hasattr(kind, "names")},
+            class_names={
+                column: [name_of(of_class, column) for of_class in kind.names]
+                for column, kind in kinds.items()
+                if hasattr(kind, "names")
+            },
             is_dataset=True,
         )
     return splits
@@ -270,20 +272,16 @@ def usable(split: Split, read: Callable[[Row, Split], Row]) -> list[Row]:
     Raises:
         UserError: a row of a file cannot be used, or no row of a dataset can.
     """
-    kept, left_out = [], []
+    kept, wrong = [], []
     for row in split.rows:
         try:
             kept.append(read(row, split))
         except ValueError as error:
-            if not split.is_dataset:
-                raise UserError(f"{split.label}, {row.place}: {error}") from None
-            left_out.append(str(error).partition(";")[0])
-    if not kept:
-        raise UserError(f"{split.label}: no row can be used ({left_out[0]}); give another split")
-    if left_out:
-        logger.info(
-            f"{split.label}: {counted(len(left_out), 'row is', 'rows are')} left out, the first because {left_out[0]}"
-        )
+            wrong.append(f"{row.place}: {error}")
+    if wrong and not (split.is_dataset and kept):
+        raise UserError(f"{split.label}, {wrong[0]}")
+    if wrong:
+        logger.info(f"{split.label}: {counted(len(wrong), 'row is', 'rows are')} left out: {wrong[0]}")
     return kept
 
 

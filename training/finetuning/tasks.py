@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import DataCollatorWithPadding
 
-from d2l_bert.messages import refuse_first, shortened
+from d2l_bert.messages import explained, refuse_first, shortened
 from d2l_bert.training.finetuning.config import FinetuneConfig
 
 
@@ -255,13 +255,12 @@ def json_in(cell: object, column: str) -> object:
     """
     if not isinstance(cell, str) or cell.strip()[:1] + cell.strip()[-1:] not in ("[]", "{}"):
         return cell
-    try:
+    with explained(
+        f"column {column!r} holds {cell:.40}, which is not JSON",
+        'write ["a", "b"], as json.dumps does, or give JSONL or Parquet with lists',
+        *(ValueError, RecursionError),
+    ):
         return json.loads(cell)
-    except (ValueError, RecursionError):
-        raise ValueError(
-            f'column {column!r} holds {cell:.40}, which is not JSON; write ["a", "b"], as json.dumps does, or '
-            f"give JSONL or Parquet with lists"
-        ) from None
 
 
 def list_in(cells: dict, column: str, option: str, separator: str | None = None) -> list:
@@ -281,25 +280,22 @@ def list_in(cells: dict, column: str, option: str, separator: str | None = None)
     return value or []
 
 
-def names_in(entries: list, column: str, classes: list[str] | None = None) -> list[str]:
+def name_of(entry: object, column: str, classes: list[str] | None = None) -> str:
     """
-    The names of classes in a row: strings, or the numbers of a dataset's classes.
+    The name of a class in a cell: a string, or the number of a dataset's class.
 
     Args:
         classes: the names of the dataset's classes.
 
     Raises:
-        ValueError: an entry is no name, or no number of a class.
+        ValueError: the entry is no name, or no number of a class.
     """
-    names = []
-    for entry in entries:
-        is_number = classes and isinstance(entry, int) and not isinstance(entry, bool)
-        is_name = is_filled(entry) and not isinstance(entry, float | list | dict)
-        if not is_name or (is_number and not 0 <= entry < len(classes)):
-            raise ValueError(f"column {column!r} holds {entry!r}, which is no label; write a name or a whole number")
-        name = classes[entry] if is_number else str(entry).strip()
-        names.append(unicodedata.normalize("NFC", name))  # systems write ü as one character or as two
-    return names
+    is_number = classes and isinstance(entry, int) and not isinstance(entry, bool)
+    is_name = is_filled(entry) and not isinstance(entry, float | list | dict)
+    if not is_name or (is_number and not 0 <= entry < len(classes)):
+        raise ValueError(f"column {column!r} holds {entry!r}, which is no label; write a name or a whole number")
+    name = classes[entry] if is_number else str(entry).strip()
+    return unicodedata.normalize("NFC", name)  # systems write ü as one character or as two
 
 
 def is_filled(value: object) -> bool:

@@ -1,12 +1,11 @@
 """The tasks about a text or a pair of texts: one class, several labels, or a number (d2l, section 16.6)."""
 
-import math
 import re
 
 import numpy as np
 import torch
 
-from d2l_bert.messages import refuse_first
+from d2l_bert.messages import explained, refuse_first
 from d2l_bert.training.finetuning import metrics, tasks
 
 
@@ -63,7 +62,7 @@ class TextClassification(TextTask):
             )
         if not tasks.is_filled(value):
             return None
-        (name,) = tasks.names_in([value], self.label, split.class_names.get(self.label))
+        name = tasks.name_of(value, self.label, split.class_names.get(self.label))
         return self.known[int(name)] if name.isdecimal() and int(name) < len(self.known) else name
 
     def learn(self, train):
@@ -114,7 +113,7 @@ class MultiLabelClassification(TextTask):
         columns = self.columns["label_column"]
         if len(columns) == 1:
             entries = tasks.list_in(cells, columns[0], "label_column", self.config.label_separator)
-            return tasks.names_in(entries, columns[0], split.class_names.get(columns[0]))
+            return [tasks.name_of(entry, columns[0], split.class_names.get(columns[0])) for entry in entries]
         for column in columns:
             if cells.get(column) not in (0, 1, "0", "1", "0.0", "1.0"):
                 raise ValueError(f"column {column!r} holds {cells.get(column)!r}; write 0 or 1")
@@ -181,16 +180,14 @@ class Regression(TextTask):
         value = cells.get(self.label)
         if not tasks.is_filled(value):
             return None
-        try:
+        with explained(
+            f"column {self.label!r} holds {value!r:.40}, not a finite number in float32 with a decimal point",
+            "write one, or take the row out",
+            *(ValueError, TypeError, OverflowError),
+        ):
             number = float(value)
-        except (ValueError, TypeError, OverflowError):
-            number = math.nan
-        if not abs(number) <= LARGEST_NUMBER:
-            raise ValueError(
-                f"column {self.label!r} holds {value!r:.40}, not a finite number in float32 with a decimal point; "
-                f"write one, or take the row out"
-            )
-        return number
+            refuse_first({f"it is not within ±{LARGEST_NUMBER:.3g}": not abs(number) <= LARGEST_NUMBER})
+            return number
 
     def learn(self, train):
         numbers = np.array([row.label for row in train.rows], dtype=float)

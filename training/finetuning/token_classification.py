@@ -32,13 +32,10 @@ class TokenClassification(tasks.Task):
     def read(self, row, split):
         (column,) = self.columns["text_column"]
         words = tasks.list_in(row.cells, column, "text_column")
-        if not words:
-            raise ValueError(f"column {column!r} has no words; take the row out")
         for number, word in enumerate(words, 1):
             tasks.check_text(word, f"word {number} of column {column!r}")
-        tags = tasks.names_in(
-            tasks.list_in(row.cells, self.label, "label_column"), self.label, split.class_names.get(self.label)
-        )
+        names = split.class_names.get(self.label)
+        tags = [tasks.name_of(tag, self.label, names) for tag in tasks.list_in(row.cells, self.label, "label_column")]
         if tags and len(tags) != len(words):
             raise ValueError(
                 f"{counted(len(words), 'word')} in column {column!r} and {counted(len(tags), 'tag')} in column "
