@@ -32,18 +32,20 @@ class MultipleChoice(tasks.Task):
     }
 
     def find_columns(self, train):
+        super().find_columns(train)
         # A choice each: SWAG's ending0, ending1, ..., COPA's choice1, choice2, WinoGrande's option1 and option2.
         numbered = [name for name in train.columns if re.fullmatch(r"(ending|choice|option)_?\d+", name)]
-        if numbered and "choices" not in train.columns:
+        if numbered and "choices" not in train.columns and not self.config.choices_column:
             self.columns["choices_column"] = sorted(numbered, key=lambda name: (len(name), name))
-        super().find_columns(train)
-        self.first = [option for option in ("context_column", "question_column") if option in self.columns]
-        if not self.first:
+        if not {"context_column", "question_column"} & self.columns.keys():
             self.columns["context_column"] = ["context"]
+
+    def choices_in(self, row) -> tuple[str, ...]:
+        """The choices among the texts of a row: those behind context and question."""
+        return row.texts[len(self.columns) - 2 :]  # two of the columns are those of choices and labels
 
     def read(self, row, split):
         columns, names, cells = self.columns["choices_column"], [], row.cells
-        first = [self.text(cells, option) for option in self.first]
         choices, places = [cells.get(column) for column in columns], [f"column {column!r}" for column in columns]
         if len(columns) == 1:
             choices = tasks.json_in(choices[0], columns[0])
@@ -55,16 +57,15 @@ class MultipleChoice(tasks.Task):
                     f"lists, or name a column for each choice with --choices_column"
                 )
             places = [f"choice {number} (from 0) of column {columns[0]!r}" for number in range(len(choices))]
-        texts = (*first, *map(tasks.check_text, choices, places))
+        texts = (*self.texts(cells), *map(tasks.check_text, choices, places))
         if not tasks.is_filled(cells.get(self.label)):
             return row._replace(texts=texts)
         label = str(cells[self.label]).strip().removesuffix(".0")  # pandas writes 1.0 where others are missing
         return row._replace(texts=texts, label=names.index(label) if label in names else label)
 
     def learn(self, train):
-        counts = Counter(len(row.texts) - len(self.first) for row in train.rows)
         labels = {row.label for row in train.rows}
-        self.count = counts.most_common(1)[0][0]
+        self.count = Counter(len(self.choices_in(row)) for row in train.rows).most_common(1)[0][0]
         self.begin = int("0" not in labels and str(self.count) in labels)
         refuse_first(
             {
@@ -78,7 +79,7 @@ class MultipleChoice(tasks.Task):
 
     def checked(self, row, split):
         super().checked(row, split)
-        count = len(row.texts) - len(self.first)
+        count = len(self.choices_in(row))
         if count != self.count:
             raise ValueError(
                 f"{counted(count, 'choice')}, and most training rows have {self.count}; give every row equally many"

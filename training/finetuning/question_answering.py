@@ -48,7 +48,7 @@ class QuestionAnswering(tasks.Task):
     usual_columns = {"question_column": ("question",), "context_column": ("context",), "label_column": ("answers",)}
 
     def read(self, row, split):
-        question, context = (self.text(row.cells, option) for option in ("question_column", "context_column"))
+        question, context = self.texts(row.cells)
         answers = answers_in(tasks.json_in(row.cells.get(self.label), self.label), self.label)
         for text, start in answers:
             if not text.strip() or start < 0 or context[start : start + len(text)] != text:

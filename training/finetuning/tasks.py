@@ -1,6 +1,5 @@
 """`Task`: what a task brings to a run: its columns, rows, features, loss, metrics, predictions; readers of cells."""
 
-import itertools
 import json
 import re
 import unicodedata
@@ -23,7 +22,7 @@ OPTIONAL = ("text_pair_column", "context_column", "question_column")
 
 # The attributes, of one task or another, that `find_columns` and `learn` set.
 LEARNT = (
-    *("columns", "first", "classes", "number_of", "mean", "deviation", "default", "scheme", "has_unanswerable"),
+    *("columns", "classes", "number_of", "mean", "deviation", "default", "scheme", "has_unanswerable"),
     *("count", "begin"),
 )
 
@@ -134,26 +133,21 @@ class Task:
         """Find the columns: the option's, or a usual one, or the named data set's; `check_columns` follows."""
         for option, usual in self.usual_columns.items():
             names = [*usual, *filter(None, [self.config.named.get(option)])]
-            known = self.columns.get(option) or next((name for name in names if name in train.columns), None)
-            found = getattr(self.config, option) or known
+            found = getattr(self.config, option) or next((name for name in names if name in train.columns), None)
             if found or option not in OPTIONAL or option in self.config.named:
                 self.columns[option] = found if isinstance(found, list) else [found or names[0]]
         self.label = self.columns["label_column"][0]
 
     def check_columns(self, split, has_labels: bool = True) -> None:
-        """Refuse a split without one of the columns, and a column that has two uses."""
-        used, found = list(itertools.chain(*self.columns.values())), listed(split.columns) or "none"
-        cases = {
-            f"{split.label}: no column {column!r}; it has {found}: name one with --{option}": (
-                column not in split.columns and (has_labels or option != "label_column")
-            )
-            for option, columns in self.columns.items()
-            for column in columns
-        }
-        cases[f"column {max(used, key=used.count)!r} cannot have two uses; name another column"] = len(
-            set(used)
-        ) < len(used)
-        refuse_first(cases)
+        """Refuse a split without one of the columns."""
+        refuse_first(
+            {
+                f"{split.label}: no column {column!r}; it has {listed(split.columns) or 'none'}: name one with "
+                f"--{option}": column not in split.columns and (has_labels or option != "label_column")
+                for option, columns in self.columns.items()
+                for column in columns
+            }
+        )
 
     def checked(self, row: Row, split) -> Row:
         """
@@ -202,10 +196,13 @@ class Task:
         self.number_of = {name: number for number, name in names.items()}
         self.settings |= {"num_labels": len(names), "id2label": names, "label2id": dict(self.number_of)}
 
-    def text(self, cells: dict, option: str) -> str:
-        """The text in the column that an option names; raises `ValueError` as `check_text`."""
-        (column,) = self.columns[option]
-        return check_text(cells.get(column), f"column {column!r}", f", or name another column with --{option}")
+    def texts(self, cells: dict) -> tuple[str, ...]:
+        """The texts in a row's columns, without choices; raises `ValueError` as `check_text`."""
+        return tuple(
+            check_text(cells.get(columns[0]), f"column {columns[0]!r}", f", or name another column with --{option}")
+            for option, columns in self.columns.items()
+            if option not in ("choices_column", "label_column")
+        )
 
     # -----------------------------------------------------------------------------------------------------------------
     # The model and its outputs

@@ -27,9 +27,10 @@ class TextTask(tasks.Task):
     usual_columns = {"text_column": ("text",), "text_pair_column": ("text_pair",), "label_column": ("label",)}
 
     def read(self, row, split):
-        texts = tuple(self.text(row.cells, option) for option in self.columns if option != "label_column")
         is_labelled = all(column in split.columns for column in self.columns["label_column"])
-        return row._replace(texts=texts, label=self.label_in(row.cells, split) if is_labelled else None)
+        return row._replace(
+            texts=self.texts(row.cells), label=self.label_in(row.cells, split) if is_labelled else None
+        )
 
     def targets(self, split):
         """The labels of a split as numbers, (N,) or (N, C)."""
