@@ -349,7 +349,7 @@ def long_answers(tmp_path, tokenizer):
 
 def test_the_windows_of_a_context_overlap_and_carry_the_answer(long_answers, tokenizer):
     _, split = long_answers
-    assert len(split.features) > 45 and "contexts are longer than 32 tokens" in split.note
+    assert len(split.features) > 45 and "are longer than 32 tokens" in split.note
     with_answer = set()
     for number, (_, _, (_, context), gold) in enumerate(split.rows):
         mine = [feature for feature in zip(split.windows, split.features, strict=True) if feature[0].source == number]

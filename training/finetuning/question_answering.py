@@ -81,28 +81,22 @@ class QuestionAnswering(tasks.Task):
         cuts = tasks.encoded(tokenizer, [questions], most, add_special_tokens=False)
         ends = [max((end for _, end in encoding.offsets), default=0) for *_, encoding in cuts]
         short = [question[:end].strip() for question, end in zip(questions, ends, strict=True)]
-        options = {"truncation": "only_second", "stride": stride}
-        found, long = set(), set()
         for source, inputs, encoding in tasks.encoded(
-            tokenizer, [short, contexts], max_seq_length, return_overflowing_tokens=True, **options
+            tokenizer,
+            [short, contexts],
+            max_seq_length,
+            truncation="only_second",
+            stride=stride,
+            return_overflowing_tokens=True,
         ):
             positions = np.array([place for place, part in enumerate(encoding.sequence_ids) if part == 1], dtype=int)
             window = tasks.Window(source, positions, np.array(encoding.offsets)[positions])
             inputs["labels"] = _positions(window, *(split.rows[source].label or [])[:1])
-            if inputs["labels"] != [NO_ANSWER] * 2:
-                found.add(source)
-            if split.windows and split.windows[-1].source == source:
-                long.add(source)
             split.features.append(inputs)
             split.windows.append(window)
-        lost = sum(bool(row.label) for row in split.rows) - len(found)
         cut = sum(one != other.strip() for one, other in zip(short, questions, strict=True))
-        notes = {
-            f"{len(long):,} contexts are longer than {max_seq_length} tokens: {len(split.features):,} windows": long,
-            f"{cut:,} questions are truncated to {most} tokens": cut,
-            f"{lost:,} answers are in no window as a whole": lost,
-        }
-        split.note = "; ".join(note for note, holds in notes.items() if holds)
+        of_questions = f"{cut:,} questions are truncated to {most} tokens" if cut else ""
+        split.note = "; ".join(filter(None, [tasks.note_of_windows(split, max_seq_length), of_questions]))
 
     def logits(self, outputs, attention_mask):
         """Start and end scores (B, T, 2); those of padding are the lowest, so that the loss does not depend on it."""

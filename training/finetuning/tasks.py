@@ -3,6 +3,7 @@
 import json
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -307,6 +308,16 @@ def listed(names: list[str]) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Texts to inputs
+
+
+def note_of_windows(split, max_seq_length: int) -> str:
+    """How many rows of a split are cut into windows, for the user; "" if none is."""
+    long = sum(count > 1 for count in Counter(window.source for window in split.windows).values())
+    return (
+        f"{long:,} ({long / len(split.rows):.1%}) are longer than {max_seq_length} tokens and are cut into windows"
+        if long
+        else ""
+    )
 
 
 def encoded(tokenizer, columns: list, max_seq_length: int, **options) -> Iterator[tuple]:

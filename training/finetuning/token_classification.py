@@ -83,9 +83,7 @@ class TokenClassification(tasks.Task):
                 labels[window.positions] = [self.number_of[split.rows[source].label[word]] for word in firsts]
             split.features.append({**inputs, "labels": labels.tolist()})
             split.windows.append(window)
-        if long := sum(count > 1 for count in Counter(window.source for window in split.windows).values()):
-            share = long / len(split.rows)
-            split.note = f"{long:,} ({share:.1%}) are longer than {max_seq_length} tokens and are cut into windows"
+        split.note = tasks.note_of_windows(split, max_seq_length)
 
     def loss(self, logits, labels):
         return super().loss(logits.flatten(0, 1), labels.flatten())
