@@ -4,7 +4,6 @@ import re
 import string
 from collections import Counter
 
-import numpy as np
 from transformers import DataCollatorForMultipleChoice
 
 from d2l_bert.messages import counted, refuse_first
@@ -87,11 +86,12 @@ class MultipleChoice(tasks.Task):
         return row._replace(label=self.number_of.get(row.label, row.label))  # a name is a number already
 
     def features(self, split, tokenizer, max_seq_length):
-        firsts, seconds = [], []
-        for row in split.rows:
-            first, *question = row.texts[: -self.count]
-            firsts += [first] * self.count
-            seconds += [" ".join([*map(str.strip, question), choice]) for choice in row.texts[-self.count :]]
+        firsts = [row.texts[0] for row in split.rows for _ in range(self.count)]
+        seconds = [
+            " ".join([*map(str.strip, row.texts[1 : -self.count]), choice])
+            for row in split.rows
+            for choice in row.texts[-self.count :]
+        ]
         pairs, split.note = tasks.truncated(tokenizer, [firsts, seconds], max_seq_length)
         for number, row in enumerate(split.rows):
             of_row = pairs[number * self.count : (number + 1) * self.count]
@@ -99,8 +99,7 @@ class MultipleChoice(tasks.Task):
             split.features.append({**inputs, "labels": row.label if split.is_labelled else -100})
 
     def metrics(self, split, outputs):
-        labels = np.array([row.label for row in split.rows])
-        return {"accuracy": float((outputs.argmax(-1) == labels).mean())}
+        return {"accuracy": float((outputs.argmax(-1) == [row.label for row in split.rows]).mean())}
 
     def predictions(self, split, outputs):
         chosen, numbers = outputs.argmax(-1), range(self.begin, self.begin + self.count)

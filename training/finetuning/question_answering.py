@@ -66,8 +66,8 @@ class QuestionAnswering(tasks.Task):
         self.has_unanswerable = any(row.label is None for row in train.rows)
 
     def features(self, split, tokenizer, max_seq_length):
-        stride = self.config.doc_stride  # how many tokens two windows of a context share
-        stride = min(STRIDE, max_seq_length // 3) if stride is None else stride
+        # How many tokens two windows of a context share.
+        stride = min(STRIDE, max_seq_length // 3) if self.config.doc_stride is None else self.config.doc_stride
         capacity = max_seq_length - tokenizer.num_special_tokens_to_add(pair=True)
         most = capacity // 2  # tokens of a question
         refuse_first(
@@ -116,13 +116,8 @@ class QuestionAnswering(tasks.Task):
             span, of_nothing = _best_span(window, context, scores, self.config.max_answer_length)
             best[source] = max(best[source], span, key=lambda span: span.score)
             nothing[source] = min(nothing[source], of_nothing, key=lambda span: span.score)
-        if not self.has_unanswerable:
-            return best
-        # `null_score_diff_threshold` decides between the two.
-        return [
-            none if none.score - span.score > self.config.null_score_diff_threshold else span
-            for span, none in zip(best, nothing, strict=True)
-        ]
+        most = self.config.null_score_diff_threshold if self.has_unanswerable else np.inf
+        return [none if none.score - span.score > most else span for span, none in zip(best, nothing, strict=True)]
 
     def metrics(self, split, outputs):
         scores = [

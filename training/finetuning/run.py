@@ -1,7 +1,6 @@
 """`finetune`: checks options and rows, trains one model for each rate and seed, leaves the best with its figures."""
 
 import contextlib
-import itertools
 import logging
 import shutil
 import sys
@@ -49,14 +48,10 @@ def finetune(config: FinetuneConfig) -> Path:
             run = Run(config, state.num_processes)
         with contextlib.ExitStack() as stack:
             devices.on_main(output.enter_folder, run, stack)
-            message = run.finish(*run.train())
-        if state.is_main_process:
-            messages.report.info(message)
-            if config.push_to_hub:
-                messages.report.info(
-                    publish.publish(run.folder, run.repository, PublishConfig(public=not config.hub_private_repo))
-                )
-        state.wait_for_everyone()
+            messages.report.info(run.finish(*run.train()))
+        if config.push_to_hub:
+            settings = PublishConfig(public=not config.hub_private_repo)
+            messages.report.info(devices.on_main(publish.publish, run.folder, run.repository, settings))
     return run.folder
 
 
@@ -106,9 +101,11 @@ class Run:
         )
         for name, split in self.splits.items():
             task.features(split, start.tokenizer, start.max_seq_length)
-            labels = "" if split.is_labelled else ", without labels"
-            note = split.note or f"none is longer than {start.max_seq_length} tokens"
-            logger.info(f"{name}: {messages.counted(len(split.rows), 'row')} of {split.name}{labels}; {note}")
+            logger.info(
+                f"{name}: {messages.counted(len(split.rows), 'row')} of {split.name}"
+                f"{'' if split.is_labelled else ', without labels'}; "
+                f"{split.note or f'none is longer than {start.max_seq_length} tokens'}"
+            )
         if config.push_to_hub:
             devices.on_main(publish.check_push, self.repository, config.license, False)
         self.rates = config.learning_rates() or [trainer.default_rate(getattr(start.config, "hidden_size", 768))]
@@ -154,7 +151,7 @@ class Run:
 
     def stable(self, places: list[tuple[float, int]]) -> list[dict]:
         """The results of models, given by their rates and seeds; those that diverge are left out."""
-        return [result for result in itertools.starmap(self.attempt, places) if not result.get("diverged")]
+        return [result for result in (self.attempt(*place) for place in places) if not result.get("diverged")]
 
     def best(self, results: list[dict]) -> dict:
         """The best result by the validation rows; of equal ones that of the lower loss, then the first."""
@@ -243,7 +240,6 @@ def _keep(folder, model, result):
     Returns:
         The result as the file has it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     if model is not None:
         conversion.save_model(model, folder / output.MODEL_FOLDER)
         folders.sync(folder / output.MODEL_FOLDER / output.WEIGHTS_FILE)

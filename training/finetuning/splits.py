@@ -102,8 +102,9 @@ def read_file(path: str, option: str, separator: str = "auto", text_column: str 
             elif kind == "json":
                 rows = [(f"row {number:,}", row) for number, row in enumerate(_json_rows("\n".join(lines)), 1)]
             else:
-                texts = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
-                rows = [(f"line {number:,}", {text_column: line}) for number, line in texts]
+                rows = [
+                    (f"line {number:,}", {text_column: line}) for number, line in enumerate(lines, 1) if line.strip()
+                ]
     refuse_first({f"{label}: has no rows; give a file with rows": not rows})
     return Split(
         label=label,
@@ -185,13 +186,19 @@ def _read_dataset(name: str, config: FinetuneConfig, read: dict[str, Split]) -> 
     splits = {}
     for split, of_dataset in asked.items():
         used = of_dataset or config.named.get(split, split)
-        # Validation rows are held out where a share is given.
-        is_held_out = split == "validation" and config.validation_share is not None
-        if of_dataset is None and (is_held_out or used not in found or used in asked.values()):
+        if of_dataset is None and (
+            used not in found
+            or used in asked.values()
+            or (split == "validation" and config.validation_share is not None)  # they are held out then
+        ):
             continue
         rows = found.get(used, [])
-        way_out = f"it has {', '.join(found)}: name one with --{split}_split"
-        refuse_first({f"dataset {name}: no rows in split {used!r}; {way_out}": not len(rows)})
+        refuse_first(
+            {
+                f"dataset {name}: no rows in split {used!r}; it has {', '.join(found)}: name one with "
+                f"--{split}_split": not len(rows)
+            }
+        )
         cells = rows.with_format(None).to_list()
         kinds = {column: getattr(kind, "feature", kind) for column, kind in rows.features.items()}
         splits[split] = Split(

@@ -115,17 +115,16 @@ class Task:
         Raises:
             UserError: `metric_for_best_model` is not a metric of the task.
         """
-        usual = self.config.named.get("metric", self.main_metric)
-        chosen = (self.config.metric_for_best_model or usual).removeprefix("eval_")
+        chosen = self.config.metric_for_best_model or self.config.named.get("metric", self.main_metric)
         known = (*self.metrics_shown, "loss")
         refuse_first(
             {
                 f"metric_for_best_model {chosen!r}: --task {self.config.task} has {', '.join(known)}; give one": (
-                    chosen not in known
+                    chosen.removeprefix("eval_") not in known
                 )
             }
         )
-        return chosen
+        return chosen.removeprefix("eval_")
 
     # -----------------------------------------------------------------------------------------------------------------
     # Rows
@@ -193,9 +192,12 @@ class Task:
                 f"--label_column": len(self.classes) < least
             }
         )
-        names = dict(enumerate(self.classes))
-        self.number_of = {name: number for number, name in names.items()}
-        self.settings |= {"num_labels": len(names), "id2label": names, "label2id": dict(self.number_of)}
+        self.number_of = {name: number for number, name in enumerate(self.classes)}
+        self.settings |= {
+            "num_labels": len(self.classes),
+            "id2label": dict(enumerate(self.classes)),
+            "label2id": dict(self.number_of),
+        }
 
     def texts(self, cells: dict) -> tuple[str, ...]:
         """The texts in a row's columns, without choices; raises `ValueError` as `check_text`."""

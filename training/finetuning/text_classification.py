@@ -87,8 +87,11 @@ class TextClassification(TextTask):
         )
 
     def sides(self, split, outputs):
-        true = [row.label for row in split.rows]
-        return true, [self.classes[number] for number in outputs.argmax(-1)], self.classes
+        return (
+            [row.label for row in split.rows],
+            [self.classes[number] for number in outputs.argmax(-1)],
+            self.classes,
+        )
 
     def metrics(self, split, outputs):
         return metrics.class_metrics(self.targets(split), outputs.argmax(-1), len(self.classes))
@@ -122,19 +125,18 @@ class MultiLabelClassification(TextTask):
 
     def learn(self, train):
         labels, columns = [row.label for row in train.rows], self.columns["label_column"]
-        found = {name for names in labels for name in names}
         refuse_first(
             {
-                f"{train.label}: every row has the labels {tasks.listed(sorted(found))} in column {self.label!r}; "
+                f"{train.label}: every row has the labels {tasks.listed(sorted(labels[0]))} in column {self.label!r}; "
                 f"name another column with --label_column, or what separates labels with --label_separator": (
-                    all(set(names) == found for names in labels)
+                    all(set(names) == set(labels[0]) for names in labels)
                 )
             }
         )
-        if len(columns) > 1:  # a label for each column, also for one without a 1
-            self.learn_classes(train, set(columns), columns)
-        else:
-            self.learn_classes(train, found, train.class_names.get(columns[0]), least=1)
+        # Of several columns each is a label, also one without a 1.
+        named = columns if len(columns) > 1 else train.class_names.get(self.label)
+        found = columns if len(columns) > 1 else {name for names in labels for name in names}
+        self.learn_classes(train, set(found), named, least=1)
 
     def targets(self, split):
         return np.array([[float(name in (row.label or [])) for name in self.classes] for row in split.rows])
@@ -158,10 +160,12 @@ class MultiLabelClassification(TextTask):
 
     def predictions(self, split, outputs):
         chosen = [[name for name, logit in zip(self.classes, row, strict=True) if logit > 0] for row in outputs]
-        probabilities = metrics.probabilities(outputs, of_each=True)
         if not any(self.config.label_separator in name for name in self.classes):  # else lists as JSON
             chosen = [self.config.label_separator.join(names) for names in chosen]
-        return {"prediction": chosen, **metrics.probability_columns(self.classes, probabilities)}
+        return {
+            "prediction": chosen,
+            **metrics.probability_columns(self.classes, metrics.probabilities(outputs, of_each=True)),
+        }
 
 
 class Regression(TextTask):
@@ -216,12 +220,12 @@ class Regression(TextTask):
     def rescaled(self, outputs):
         return outputs.astype(np.float64) * self.deviation + self.mean
 
+    @torch.no_grad()
     def finish(self, model):
         last = [module for module in model.modules() if isinstance(module, torch.nn.Linear)][-1]
         assert last.out_features == 1, "the head's last layer gives the number"
-        with torch.no_grad():
-            last.weight.mul_(self.deviation)
-            last.bias.mul_(self.deviation).add_(self.mean)
+        last.weight.mul_(self.deviation)
+        last.bias.mul_(self.deviation).add_(self.mean)
 
     def metrics(self, split, outputs):
         return metrics.number_metrics([row.label for row in split.rows], outputs[:, 0])

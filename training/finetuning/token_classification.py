@@ -68,8 +68,9 @@ class TokenClassification(tasks.Task):
             }
         )
         texts, seen = [row.texts for row in split.rows], set()
-        options = {"is_split_into_words": True, "return_overflowing_tokens": True}
-        for source, inputs, encoding in tasks.encoded(tokenizer, [texts], max_seq_length, **options):
+        for source, inputs, encoding in tasks.encoded(
+            tokenizer, [texts], max_seq_length, is_split_into_words=True, return_overflowing_tokens=True
+        ):
             firsts = {}  # the position of the first piece of each word, unless an earlier window has it
             for position, word in enumerate(encoding.word_ids):
                 if word is not None and (source, word) not in seen:
@@ -97,17 +98,17 @@ class TokenClassification(tasks.Task):
         return tags
 
     def metrics(self, split, outputs):
-        return self.metrics_of_tags(split, self.predicted_tags(split, outputs))
+        return metrics.tag_metrics(
+            [row.label for row in split.rows], self.predicted_tags(split, outputs), self.scheme is not None
+        )
 
     def know_nothing(self, train, split):
         counts = Counter(pair for row in train.rows for pair in zip(row.texts, row.label, strict=True))
         usual = {word: tag for (word, tag), _ in reversed(counts.most_common())}
         predicted = [[usual.get(word, self.default) for word in row.texts] for row in split.rows]
-        return "each word's most frequent tag in the training rows", self.metrics_of_tags(split, predicted)
-
-    def metrics_of_tags(self, split, predicted):
-        """The metrics of a labelled split, as in `tasks.Task`, of the predicted tags of each row."""
-        return metrics.tag_metrics([row.label for row in split.rows], predicted, self.scheme is not None)
+        return "each word's most frequent tag in the training rows", metrics.tag_metrics(
+            [row.label for row in split.rows], predicted, self.scheme is not None
+        )
 
     def sides(self, split, outputs):
         gold, predicted = [row.label for row in split.rows], self.predicted_tags(split, outputs)

@@ -97,8 +97,13 @@ def read_start(config: FinetuneConfig, task: Task) -> Start:
     dropout = {}
     for option, names in DROPOUT_FIELDS.items():
         field, given = next((name for name in names if hasattr(model_config, name)), None), getattr(config, option)
-        no_field = f"{option}: a {model_config.model_type} model has no such dropout; leave {option} out"
-        refuse_first({no_field: field is None and given is not None})
+        refuse_first(
+            {
+                f"{option}: a {model_config.model_type} model has no such dropout; leave {option} out": (
+                    field is None and given is not None
+                )
+            }
+        )
         if field is not None:
             dropout[option] = (getattr(model_config, field) or DROPOUT) if given is None else given
             setattr(model_config, field, dropout[option])
@@ -303,13 +308,12 @@ class Checkpoints(transformers.TrainerCallback):
         value, losses = metrics[f"eval_{name}"], {row["step"]: row.get("eval_loss") for row in state.log_history}
         if value == state.best_metric and loss < losses[state.best_global_step]:
             state.best_metric = None  # Trainer compares after this, and takes the first value for the best
-        if state.is_world_process_zero:
-            chooses = f", {name} {shown_metric(name, value)}" if name != "loss" else ""
-            logger.info(
-                f"{args.run_name}: epoch {state.epoch:.3g}, step {state.global_step}/{state.max_steps}: "
-                f"validation loss {loss:.4f}{chooses}; "
-                f"{datetime.timedelta(seconds=round(self.seconds() * (state.max_steps / state.global_step - 1)))} left"
-            )
+        chooses = f", {name} {shown_metric(name, value)}" if name != "loss" else ""
+        logger.info(
+            f"{args.run_name}: epoch {state.epoch:.3g}, step {state.global_step}/{state.max_steps}: "
+            f"validation loss {loss:.4f}{chooses}; "
+            f"{datetime.timedelta(seconds=round(self.seconds() * (state.max_steps / state.global_step - 1)))} left"
+        )
 
     def on_save(self, args, state, control, **kwargs):
         if control.should_training_stop:  # Trainer, resumed at the last step, would train on: go back one checkpoint
