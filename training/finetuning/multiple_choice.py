@@ -86,6 +86,14 @@ class MultipleChoice(tasks.Task):
         return row._replace(label=self.number_of.get(row.label, row.label))  # a name is a number already
 
     def features(self, split, tokenizer, max_seq_length):
+        refuse_first(  # rows of `predict`, which are not `checked`
+            {
+                f"{split.label}, {row.place}: {counted(len(self.choices_in(row)), 'choice')}, and the model has "
+                f"learnt to choose from {self.count}; give every row so many": True
+                for row in split.rows
+                if len(self.choices_in(row)) != self.count
+            }
+        )
         firsts = [row.texts[0] for row in split.rows for _ in range(self.count)]
         seconds = [
             " ".join([*map(str.strip, row.texts[1 : -self.count]), choice])
