@@ -1,7 +1,9 @@
 """`d2l-bert finetune`: wrong rows, options and folders get one line; the model to start from; what a run deletes."""
 
+import contextlib
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from d2l_bert import D2lBertForSequenceClassification
 from d2l_bert.folders import read_json
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.output import start_folder
+from d2l_bert.training.finetuning.output import enter_folder
 from d2l_bert.training.finetuning.trainer import make_model, read_start
 
 
@@ -266,7 +268,7 @@ OPTIONS = [  # options, words of the error line
     ("--task sst2 --metric_for_best_model bleu", ["metric_for_best_model 'bleu'", "accuracy, f1"]),
     ("--task sst2 --hub_model_id me/x", ["hub_model_id is for push_to_hub"]),
     ("--task sst2 --report_to none wandb", ["report_to takes none"]),
-    ("--task sst2 --train_fil x", ["unknown option --train_fil; did you mean --train_file?"]),
+    ("--task sst2 --train_fil x", ["'--train_fil'; did you mean --train_file?"]),
     ("--task sst2", ["_file "]),
     ("--task classification --dataset d --validation_split test --test_split test", ["name a split twice"]),
     ("--task classification --dataset d --validation_split train", ["name a split twice"]),
@@ -334,7 +336,7 @@ def test_the_head_of_another_task_is_drawn_anew(labels, trained, tmp_path):
     path = write_table(tmp_path / "train.csv", rows_of(20, 0))
     task, _ = load(path, "classification", model=str(tmp_path / "base"))
     torch.manual_seed(0)
-    model = make_model(read_start(task.config, task), task)
+    model = make_model(read_start(task.config, task)[0], task)
     assert model.classifier.weight.shape[0] == 2
     assert 0 < model.classifier.weight.std() < 1 and (model.classifier.bias == 0).all()
     assert torch.equal(model.bert.pooler.dense.weight, saved.bert.pooler.dense.weight)
@@ -364,7 +366,9 @@ def test_a_new_run_deletes_only_what_a_run_writes(finished, tmp_path):
         note.parent.mkdir(parents=True, exist_ok=True)
         note.write_text("precious")
     (folder / "attempts" / "rate-1-seed-1").mkdir()
-    start_folder(FinetuneConfig(model="m", overwrite_output_dir=True), folder, {"finetune": {}})
+    config = FinetuneConfig(model="m", overwrite_output_dir=True)
+    with contextlib.ExitStack() as stack:
+        enter_folder(SimpleNamespace(config=config, folder=folder, record={"finetune": {}}), stack)
     assert all(note.read_text() == "precious" for note in notes) and "confusion_matrix.png" in pictures
     kept = {path.name for path in folder.iterdir()}
     assert {"notes.txt", "plots", "runs", "run_config.json"} <= kept

@@ -28,7 +28,7 @@ def counted_from_1(count, seed):
 
 
 @pytest.mark.parametrize("task", ROWS)
-def test_a_finished_model_predicts_what_its_run_predicted(task, trained, tmp_path):
+def test_a_finished_model_predicts_what_its_run_predicted(task, trained, tmp_path, fails):
     rows_of_task = counted_from_1 if task == "multiple-choice" else ROWS[task]
     rows = rows_of_task(19, 1)
     options = [
@@ -57,6 +57,10 @@ def test_a_finished_model_predicts_what_its_run_predicted(task, trained, tmp_pat
     for row, other in zip(found, made, strict=True):
         shown = json.dumps(row["prediction"]) if isinstance(row["prediction"], list) else str(row["prediction"])
         assert shown == other["prediction"] or task == "regression"
+    if task == "multiple-choice":
+        four = [{**row, "choices": [*row["choices"], "a fourth"]} for row in rows]
+        words = [tmp_path / "tuned", write_table(tmp_path / "four.jsonl", four), f"--output={tmp_path / 'four.csv'}"]
+        assert "line 1: 4 choices" in fails("predict", *words)
 
 
 @pytest.fixture(scope="module")

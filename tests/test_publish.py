@@ -222,7 +222,7 @@ BROKEN = {
         lambda f: change_json(f / "tokenizer_config.json", tokenizer_class="TokenizersBackend"),
         "(TokenizersBackend;",
     ),
-    "no configuration": (lambda f: (f / "config.json").unlink(), "config.json: names a None model"),
+    "no configuration": (lambda f: (f / "config.json").unlink(), "config.json: is missing, or names no model"),
     "a damaged configuration": (lambda f: cut(f / "config.json", 0.5), "config.json: cannot be read"),
     "another kind of model": (lambda f: change_json(f / "config.json", model_type="roberta"), "names a roberta model"),
     "stock BERT with a class of ours": (lambda f: change_json(f / "config.json", model_type="bert"), "config.json"),

@@ -240,6 +240,7 @@ def fit_tokenizer(
         words = count_words(sample)
         contents, tokenizer, found = contents_of(words), existing, {}
         if not tokenizer:
+            logger.info(f"training a tokenizer of at most {run.vocab_size:,} pieces")
             rules = choose_rules(
                 contents,
                 run.lowercase,

@@ -167,7 +167,7 @@ def train(
     with devices.compiled_blocks(learner.model, run.torch_compile), contextlib.ExitStack() as stack:
         state = {"step": 0, "cursor": START}
         if resumed:
-            on_main(run_folder.check_identity, resumed, identity)
+            on_main(run_folder.check_identity, resumed.state["identity"], identity, f"{resumed.path}", resumed.path)
             learner.load(resumed)
             state = resumed.state
             logger.info(f"going on from {resumed.path}")

@@ -291,26 +291,29 @@ def make_identity(run: PretrainConfig, architecture: D2lBertConfig, text: Prepar
     return {name: value for name, value in values.items() if name not in redundant}
 
 
-def check_identity(saved: checkpoint.Checkpoint, identity: dict) -> None:
+def check_identity(then: dict, now: dict, place: str, weights: Path | None = None) -> None:
     """
-    Refuse to resume from a checkpoint of another run.
+    Refuse to go on with another run.
 
     Args:
-        identity: what `make_identity` returned for the run that resumes.
+        then, now: what the run was made of when it was started, as a JSON file has it, and now; by the names in error
+            messages.
+        place: what it is to go on with.
+        weights: a checkpoint that a run of another length may start from.
 
     Raises:
-        UserError: the checkpoint has another identity; the message names the first difference.
+        UserError: they differ; the message names the first difference.
     """
-    then, now = saved.state["identity"], json.loads(json.dumps(identity))
+    now = json.loads(json.dumps(now))
     # The schedule of the learning rate depends on the length of the run.
-    ways_out = dict.fromkeys(LENGTH_OPTIONS, f", from these weights by --init_from {saved.path}")
+    ways_out = dict.fromkeys(LENGTH_OPTIONS if weights else (), f", from these weights by --init_from {weights}")
     refuse_first(
         {
-            f"{name} was {then.get(name)!r}, and is {value!r} now; go on with what it was, or start a new run in "
-            f"another output_dir{ways_out.get(name, '')}": then.get(name) != value
-            for name, value in now.items()
+            f"{name} was {then.get(name)!r}, and is {now.get(name)!r} now; go on with what it was, or start a new run "
+            f"in another output_dir{ways_out.get(name, '')}": then.get(name) != now.get(name)
+            for name in now | then
         },
-        f"{saved.path}: a checkpoint of another run: ",
+        f"{place}: of another run: ",
     )
 
 

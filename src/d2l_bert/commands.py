@@ -390,6 +390,8 @@ def export_command(arguments) -> None:
             if page:
                 write_page(folder, target.resolve().name, page)
         print(f"{target}: {said}")
+    if page:
+        print(f"the page: python -m http.server --bind 127.0.0.1 --directory {config.page}")
 
 
 @command(

@@ -269,7 +269,8 @@ def table_of_runs(models: Sequence[masked_models.MaskedModel], results: list[dic
     for model, measured in zip(models, results, strict=True):
         metrics = folders.read_json(Path(model.name, card.METRICS_FILE))
         if "run" in model.record and metrics:
-            same = {**PretrainConfig(**model.record["run"]).identity(), "seed": None, **model.record["architecture"]}
+            same = {name: model.record["run"].get(name) for name in PretrainConfig().identity() if name != "seed"}
+            same |= model.record["architecture"]
             groups.setdefault(json.dumps(same), []).append({**measured, "run": metrics})
     for runs in groups.values():
         names = [folders.base_name(run["model"]) for run in runs]
@@ -285,10 +286,12 @@ def table_of_runs(models: Sequence[masked_models.MaskedModel], results: list[dic
 def as_markdown(rows: list[dict]) -> str:
     """The table as Markdown, with deviations in brackets."""
     columns = {label: form for label, (*_, form) in RUN_COLUMNS.items() if any(label in row for row in rows)}
+
+    def cell(row, label, form):
+        deviation = row.get(DEVIATION.format(label))
+        of_seeds = "" if deviation is None else f" ({deviation:{form}})"
+        return f"{row[label]:{form}}{of_seeds}" if label in row else ""
+
     lines = [["runs", "seeds", *columns], ["---"] * (len(columns) + 2)]
-    for row in rows:
-        cells = [format(row[label], form) if label in row else "" for label, form in columns.items()]
-        deviations = [(row.get(DEVIATION.format(label)), form) for label, form in columns.items()]
-        brackets = ["" if value is None else f" ({value:{form}})" for value, form in deviations]
-        lines.append([row["runs"], str(row["seeds"]), *map(str.__add__, cells, brackets)])
+    lines += [[row["runs"], str(row["seeds"]), *(cell(row, *column) for column in columns.items())] for row in rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)

@@ -246,6 +246,7 @@ class FinetuneConfig(Options):
         1,
         "train so many models, with seed, seed + 1, ...; the best by validation is kept",
         OPTIMIZER,
+        identity=False,
         within="[1, 1000]",
         common=True,
     )

@@ -182,27 +182,21 @@ def tag_metrics(gold: list[list[str]], predicted: list[list[str]], has_entities:
     return found
 
 
-def probabilities(logits: np.ndarray, of_each: bool = False) -> np.ndarray:
+def probability_columns(names: list, logits: np.ndarray, of_each: bool = False) -> dict[str, list[float]]:
     """
-    Probabilities (N, C) of logits (N, C), rounded for the table of predictions.
+    Columns of the table of predictions: `probability`, that of the likeliest, and for few classes that of each.
 
     Args:
-        of_each: by the sigmoid of each logit; else by the softmax over the logits of a row.
+        names: of the classes or choices; more than `PROBABILITY_COLUMNS` have no columns.
+        logits: (N, C).
+        of_each: each name has a probability of its own (the sigmoid), and none is the likeliest; else the
+            probabilities of a row add up to 1 (the softmax).
     """
     logits = logits.astype(np.float64)
-    return np.round(scipy.special.expit(logits) if of_each else scipy.special.softmax(logits, -1), 6)
-
-
-def probability_columns(names: list, shares: np.ndarray) -> dict[str, list[float]]:
-    """
-    Columns of the table of predictions, for few classes.
-
-    Args:
-        names: of the classes or choices; {} for more than `PROBABILITY_COLUMNS`.
-        shares: their probabilities (N, C).
-    """
-    columns = zip(names, shares.T.tolist(), strict=True)
-    return {f"probability of {name}": column for name, column in columns if len(names) <= PROBABILITY_COLUMNS}
+    shares = np.round(scipy.special.expit(logits) if of_each else scipy.special.softmax(logits, -1), 6)
+    named = {} if len(names) > PROBABILITY_COLUMNS else dict(zip(names, shares.T.tolist(), strict=True))
+    columns = {f"probability of {name}": column for name, column in named.items()}
+    return columns if of_each else {"probability": shares.max(-1).tolist(), **columns}
 
 
 def report_by_class(true, predicted, names: list[str]) -> dict:

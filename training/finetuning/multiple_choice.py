@@ -116,5 +116,5 @@ class MultipleChoice(tasks.Task):
             "predicted_choice": [
                 row.texts[-self.count :][number] for row, number in zip(split.rows, chosen, strict=True)
             ],
-            **metrics.probability_columns(numbers, metrics.probabilities(outputs)),
+            **metrics.probability_columns(numbers, outputs),
         }

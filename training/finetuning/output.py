@@ -38,56 +38,46 @@ def enter_folder(run, stack: contextlib.ExitStack) -> None:
     """
     Make the output folder and lock it until `stack` ends, so that no other run writes there; write `run_config.json`.
 
-    If the folder is new and still empty then, it is deleted. Only the main process calls this.
+    When resuming, that of the run is compared first; when replacing, the run is deleted. A new folder that stays empty
+    is deleted. Only the main process calls this.
 
     Raises:
-        UserError: the folder cannot be written, is locked by another run, or is refused by `check_output_folder` or by
-            `start_folder`.
+        UserError: the folder cannot be written, is locked by another run, or is refused by `check_output_folder`; or
+            the run to resume had other options, rows or another model, or more seeds.
     """
-    stack.enter_context(folders.locked_folder(run.folder))
-    stack.enter_context(messages.writing(run.folder, f", and {messages.GO_ON}"))
-    run_folder.check_output_folder(run.config, run.folder, run.config.model, is_finetuning=True)
-    start_folder(run.config, run.folder, run.record)
-
-
-def start_folder(config: FinetuneConfig, folder: Path, record: dict) -> None:
-    """
-    Write `run_config.json`; when resuming, compare it with that of the run first; when replacing, delete the run.
-
-    Raises:
-        UserError: the run to resume had other options, rows or another model, or more seeds.
-    """
-    before = folders.read_json(folder / card.RUN_FILE) if config.resume_from_checkpoint else {}
-    if before:
-        seeds, way_out = before["finetune"]["num_seeds"], "or start a new run in another folder"
-        cases = {
-            f"{name} was {old!r} when the run was started, and is {new!r} now; give the same, {way_out}": old != new
-            for name in before["identity"] | record["identity"]
-            for old, new in [(before["identity"].get(name), record["identity"].get(name))]
-            if name != "num_seeds"
-        }
-        cases[f"num_seeds was {seeds}; give as many or more, {way_out}"] = config.num_seeds < seeds
-        return messages.refuse_first(cases, f"output_dir {folder}: ")
-    # What this run may not replace of an earlier one, the weights first; all other files stay.
-    for name in (WEIGHTS_FILE, PREDICTIONS_FILE, card.METRICS_FILE, card.CURVES_FILE, pictures.CONFUSION_FILE):
-        (folder / name).unlink(missing_ok=True)
-    shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
-    folders.write_json(folder / card.RUN_FILE, record)
+    config, folder = run.config, run.folder
+    stack.enter_context(folders.locked_folder(folder))
+    stack.enter_context(messages.writing(folder, f", and {messages.GO_ON}"))
+    run_folder.check_output_folder(config, folder, config.model, is_finetuning=True)
+    if before := folders.read_json(folder / card.RUN_FILE) if config.resume_from_checkpoint else {}:
+        run_folder.check_identity(before["identity"], run.record["identity"], f"output_dir {folder}")
+        seeds = before["finetune"]["num_seeds"]
+        messages.refuse_first(
+            {f"output_dir {folder}: num_seeds was {seeds}; give as many or more": config.num_seeds < seeds}
+        )
+    else:
+        # What this run may not replace of an earlier one, the weights first; all other files stay.
+        for name in (WEIGHTS_FILE, PREDICTIONS_FILE, card.METRICS_FILE, card.CURVES_FILE, pictures.CONFUSION_FILE):
+            (folder / name).unlink(missing_ok=True)
+        shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
+        folders.write_json(folder / card.RUN_FILE, run.record)
 
 
 def make_record(run) -> dict:
     """The content of `run_config.json`: options, rows, base model, versions, and the command that repeats the run."""
-    config, start, splits, task = run.config, run.start, run.splits, run.task
+    config, splits, task = run.config, run.splits, run.task
     arguments, dataset = run.arguments(run.rates[0], config.seed), config.dataset_name()
     warmup, tag = arguments.warmup_steps, card.PIPELINE_TAGS[task.auto_class.removeprefix("AutoModel")]
     is_on_hub = splits["train"].is_dataset and not Path(dataset).exists()
     libraries = ("d2l-bert", "torch", "transformers", "tokenizers", "datasets", "accelerate", "scikit-learn", "scipy")
     fingerprint = loading.hash_of_model(config.model) if Path(config.model).exists() else None
-    read = {config.output_dir: None, dataset: None, config.model: fingerprint}
-    read |= {getattr(config, f"{name}_file"): split.fingerprint for name, split in splits.items()}
+    read = {
+        **{config.output_dir: None, dataset: None, config.model: fingerprint},
+        **{getattr(config, f"{name}_file"): split.fingerprint for name, split in splits.items()},
+    }
     base = {
         "name": config.model if fingerprint is None else folders.base_name(config.model),
-        "revision": start.revision,
+        "revision": getattr(run.model_config, "_commit_hash", None),
         "fingerprint": fingerprint,
     }
     record = card.portable(
@@ -106,12 +96,12 @@ def make_record(run) -> dict:
                 "the model": base,
             },
             "learning_rates": run.rates,
-            "max_seq_length": start.max_seq_length,
+            "max_seq_length": run.max_seq_length,
             "learnt": {name: vars(task)[name] for name in LEARNT if name in vars(task)},
-            "dropout": start.dropout,
+            "dropout": run.dropout,
             "base_model": {
                 **base,
-                "model_type": start.config.model_type,
+                "model_type": run.model_config.model_type,
                 "language": loading.read_record(config.model).get("run", {}).get("language") if fingerprint else None,
             },
             "data": {
@@ -137,7 +127,10 @@ def make_record(run) -> dict:
             },
         }
     )
-    given, others = record["finetune"], ("train_file", "validation_file", "test_file", "dataset", "license")
+    given, others = (
+        record["finetune"],
+        ("train_file", "validation_file", "test_file", "dataset", "license", "num_seeds"),
+    )
     words = options.flags(FinetuneConfig, given, dataclasses.asdict(FinetuneConfig()), others)
     return {**record, "command": shlex.join(["d2l-bert", "finetune", given["model"], *words])}
 
@@ -165,12 +158,15 @@ def write_folder(run, model, outputs: dict, tried: list[dict], seeds: list[dict]
     with folders.replacing_files(folder, last=WEIGHTS_FILE) as partial:
         task.finish(model)
         conversion.save_model(model, partial)
-        wordpiece.save_tokenizer(run.start.tokenizer, partial)
+        wordpiece.save_tokenizer(run.tokenizer, partial)
         if "test" in splits:
-            predicted = task.predictions(splits["test"], outputs["test"])
-            write_table(partial / PREDICTIONS_FILE, splits["test"], predicted)
-        title = f"{folder.resolve().name}: {run.config.task}, {attempt.name}"
-        pictures.plot_finetuning(kept["log"], run.metric, title, partial / card.CURVES_FILE)
+            write_table(partial / PREDICTIONS_FILE, splits["test"], task.predictions(splits["test"], outputs["test"]))
+        pictures.plot_finetuning(
+            kept["log"],
+            run.metric,
+            f"{folder.resolve().name}: {run.config.task}, {attempt.name}",
+            partial / card.CURVES_FILE,
+        )
         metrics["pictures"] = {card.CURVES_FILE: "Loss and metric over the steps"}
         # Of the test rows, or of the validation rows if the test rows have no labels.
         for name in run.measured()[-1:]:
@@ -181,15 +177,13 @@ def write_folder(run, model, outputs: dict, tried: list[dict], seeds: list[dict]
                     metrics["pictures"][place.name] = caption
         folders.write_json(partial / card.METRICS_FILE, metrics)
         folders.write_json(partial / card.RUN_FILE, run.record)
-        text = card.render_card(partial, folder.resolve().name)
-        (partial / card.CARD_FILE).write_text(text, encoding="utf-8")
+        (partial / card.CARD_FILE).write_text(card.render_card(partial, folder.resolve().name), encoding="utf-8")
     for other in {*attempt.parent.iterdir()} - {attempt}:
         shutil.rmtree(other / MODEL_FOLDER, ignore_errors=True)
-    steps = kept["steps"]
     # Of 264 letters: after 36 steps a model tells three classes half of the time, after 180 four fifths.
     few = (
-        f"; {steps} steps are few: try --num_train_epochs 20"
-        if steps < 200 and not (run.config.num_train_epochs or run.config.max_steps)
+        f"; {kept['steps']} steps are few: try --num_train_epochs 20"
+        if kept["steps"] < 200 and not (run.config.num_train_epochs or run.config.max_steps)
         else ""
     )
     lines = [
@@ -273,7 +267,7 @@ def make_metrics(run, tried: list[dict], seeds: list[dict], kept: dict) -> dict:
         "metrics_shown": list(task.metrics_shown),
         "train_seconds": round(sum(trained.values()), 2),
         "unknown_share": {
-            name: account.unknown_share(run.start.tokenizer, (text for row in split.rows for text in row.texts))
+            name: account.unknown_share(run.tokenizer, (text for row in split.rows for text in row.texts))
             for name, split in splits.items()
             if name != "train"
         },

@@ -95,8 +95,18 @@ class QuestionAnswering(tasks.Task):
             split.features.append(inputs)
             split.windows.append(window)
         cut = sum(one != other.strip() for one, other in zip(short, questions, strict=True))
-        of_questions = f"{cut:,} questions are truncated to {most} tokens" if cut else ""
-        split.note = "; ".join(filter(None, [tasks.note_of_windows(split, max_seq_length), of_questions]))
+        found = {
+            window.source
+            for window, inputs in zip(split.windows, split.features, strict=True)
+            if inputs["labels"] != [NO_ANSWER] * 2
+        }
+        lost = sum(bool(row.label) for row in split.rows) - len(found)
+        notes = {
+            tasks.note_of_windows(split, max_seq_length): True,
+            f"{cut:,} questions are truncated to {most} tokens": cut,
+            f"{lost:,} answers are in no window as a whole": lost,
+        }
+        split.note = "; ".join(note for note, holds in notes.items() if note and holds)
 
     def logits(self, outputs, attention_mask):
         """Start and end scores (B, T, 2); those of padding are the lowest, so that the loss does not depend on it."""

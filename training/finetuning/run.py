@@ -88,27 +88,27 @@ class Run:
         # What can be refused without the rows, which may be many, is refused before the rows are read.
         task.metric()
         run_folder.check_output_folder(config, self.folder, config.model, is_finetuning=True)
-        self.start = start = trainer.read_start(config, task)
+        self.model_config, self.tokenizer, self.dropout, self.max_seq_length = trainer.read_start(config, task)
         self.splits = splits.load_splits(config, task)
         self.metric = task.metric()  # of token classification, the rows decide
         messages.refuse_first(
             {
                 f"push_to_hub: d2l-bert publish takes d2l-bert models and stock BERT, and {config.model} is a "
-                f"{start.config.model_type} model; leave push_to_hub out": (
-                    config.push_to_hub and start.config.model_type not in ("d2l-bert", "bert")
+                f"{self.model_config.model_type} model; leave push_to_hub out": (
+                    config.push_to_hub and self.model_config.model_type not in ("d2l-bert", "bert")
                 )
             }
         )
         for name, split in self.splits.items():
-            task.features(split, start.tokenizer, start.max_seq_length)
+            task.features(split, self.tokenizer, self.max_seq_length)
             logger.info(
                 f"{name}: {messages.counted(len(split.rows), 'row')} of {split.name}"
                 f"{'' if split.is_labelled else ', without labels'}; "
-                f"{split.note or f'none is longer than {start.max_seq_length} tokens'}"
+                f"{split.note or f'none is longer than {self.max_seq_length} tokens'}"
             )
         if config.push_to_hub:
             devices.on_main(publish.check_push, self.repository, config.license, False)
-        self.rates = config.learning_rates() or [trainer.default_rate(getattr(start.config, "hidden_size", 768))]
+        self.rates = config.learning_rates() or [trainer.default_rate(getattr(self.model_config, "hidden_size", 768))]
         self.record = output.make_record(self)
 
     def folder_of(self, rate: float, seed: int) -> Path:
@@ -176,12 +176,12 @@ class Run:
         arguments = self.arguments(rate, seed)
         callback, patience = trainer.Checkpoints(before), config.early_stopping_patience
         transformers.set_seed(seed)
-        model = trainer.make_model(self.start, task)
+        model = trainer.make_model(self.model_config, task)
         trained = trainer.TaskTrainer(
             task,
             model,
             arguments,
-            self.start.tokenizer,
+            self.tokenizer,
             train_dataset=self.splits["train"].features,
             eval_dataset=self.splits["validation"].features if "validation" in self.splits else None,
             compute_metrics=lambda output: trainer.figures(task, self.splits["validation"], output),
@@ -205,7 +205,7 @@ class Run:
         model = trained.accelerator.unwrap_model(trained.model, keep_fp32_wrapper=False)
         if all(parameter.isfinite().all() for parameter in model.parameters()):
             for name in self.measured():
-                predicted = trainer.predict(task, model, arguments, self.start.tokenizer, self.splits[name])
+                predicted = trainer.predict(task, model, arguments, self.tokenizer, self.splits[name])
                 result[name] = trainer.figures(task, self.splits[name], predicted)
         else:
             model, result["diverged"] = None, True
@@ -223,12 +223,12 @@ class Run:
             The report for the user: the table of figures, and what the folder holds.
         """
         task, place, outputs = self.task, (kept["learning_rate"], kept["seed"]), {}
-        source = self.folder_of(*place) / output.MODEL_FOLDER
-        model = getattr(transformers, task.auto_class).from_pretrained(source, trust_remote_code=False)
+        model = getattr(transformers, task.auto_class).from_pretrained(
+            self.folder_of(*place) / output.MODEL_FOLDER, trust_remote_code=False
+        )
         # For the table of predictions, and for the report by class.
         for name in sorted({*self.measured()[-1:], *({"test"} & {*self.splits})}):
-            arguments, split = self.arguments(*place), self.splits[name]
-            found = trainer.predict(task, model, arguments, self.start.tokenizer, split)
+            found = trainer.predict(task, model, self.arguments(*place), self.tokenizer, self.splits[name])
             outputs[name] = task.rescaled(found.predictions)
         return devices.on_main(output.write_folder, self, model, outputs, tried, seeds, kept)
 

@@ -265,8 +265,10 @@ def load_splits(config: FinetuneConfig, task: Task) -> dict[str, Split]:
     if "validation" not in splits and config.validates():
         splits = {**hold_out(splits.pop("train"), task), **splits}
     trained = {row.texts for row in splits["train"].rows}
-    for split in list(splits.values())[1:]:
+    for name, split in list(splits.items())[1:]:
         split.shared = sum(row.texts in trained for row in split.rows)
+        if split.shared:
+            logger.info(f"{name}: {split.shared:,} of {len(split.rows):,} rows have the texts of a training row")
     return splits
 
 

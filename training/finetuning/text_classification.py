@@ -97,11 +97,9 @@ class TextClassification(TextTask):
         return metrics.class_metrics(self.targets(split), outputs.argmax(-1), len(self.classes))
 
     def predictions(self, split, outputs):
-        probabilities = metrics.probabilities(outputs)
         return {
             "prediction": [self.classes[number] for number in outputs.argmax(-1)],
-            "probability": probabilities.max(-1).tolist(),
-            **metrics.probability_columns(self.classes, probabilities),
+            **metrics.probability_columns(self.classes, outputs),
         }
 
 
@@ -162,10 +160,7 @@ class MultiLabelClassification(TextTask):
         chosen = [[name for name, logit in zip(self.classes, row, strict=True) if logit > 0] for row in outputs]
         if not any(self.config.label_separator in name for name in self.classes):  # else lists as JSON
             chosen = [self.config.label_separator.join(names) for names in chosen]
-        return {
-            "prediction": chosen,
-            **metrics.probability_columns(self.classes, metrics.probabilities(outputs, of_each=True)),
-        }
+        return {"prediction": chosen, **metrics.probability_columns(self.classes, outputs, of_each=True)}
 
 
 class Regression(TextTask):

@@ -4,13 +4,11 @@ import copy
 import datetime
 import logging
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
 from accelerate.state import AcceleratorState
-from transformers.utils import hub
 
 from d2l_bert import folders
 from d2l_bert.messages import reading_model, refuse_first
@@ -65,28 +63,15 @@ AS_GIVEN = (
 COMPLETE_FILE = "complete"
 
 
-@dataclass
-class Start:
-    """
-    The model that a run starts from.
-
-    Args:
-        config: the configuration, with the dropout of the run.
-        revision: the commit of a model on the Hub; None for a folder.
-        max_seq_length: most tokens of a row.
-        dropout: the dropout rates of the run, by the names of `DROPOUT_FIELDS`.
-    """
-
-    config: object
-    tokenizer: transformers.PreTrainedTokenizerBase
-    revision: str | None
-    dropout: dict[str, float]
-    max_seq_length: int = 0
-
-
-def read_start(config: FinetuneConfig, task: Task) -> Start:
+def read_start(
+    config: FinetuneConfig, task: Task
+) -> tuple[transformers.PreTrainedConfig, transformers.PreTrainedTokenizerBase, dict[str, float], int]:
     """
     Read the configuration and the tokenizer of the model, set the dropout, and try to load the weights.
+
+    Returns:
+        The configuration, with the dropout of the run; the tokenizer; the dropout rates, by the names of
+        `DROPOUT_FIELDS`; and the most tokens of a row.
 
     Raises:
         UserError: there is no such model, the model has no tokenizer, its class has no head for the task, its weights
@@ -107,28 +92,28 @@ def read_start(config: FinetuneConfig, task: Task) -> Start:
         if field is not None:
             dropout[option] = (getattr(model_config, field) or DROPOUT) if given is None else given
             setattr(model_config, field, dropout[option])
-    on_hub = None if Path(config.model).exists() else hub.cached_file(config.model, "config.json")
-    start = Start(model_config, tokenizer, on_hub and hub.extract_commit_hash(on_hub, None), dropout)
-    wanted, most = config.max_seq_length, conversion.longest_input(make_model(start, task), tokenizer)
+    wanted, most = config.max_seq_length, conversion.longest_input(make_model(model_config, task), tokenizer)
     refuse_first(
         {f"max_seq_length ({wanted}) is beyond the model's positions ({most}); lower it": wanted and wanted > most}
     )
-    start.max_seq_length = min(wanted or task.default_length, most)
-    return start
+    return model_config, tokenizer, dropout, min(wanted or task.default_length, most)
 
 
 @torch.no_grad()
-def make_model(start: Start, task: Task) -> transformers.PreTrainedModel:
+def make_model(start: transformers.PreTrainedConfig, task: Task) -> transformers.PreTrainedModel:
     """
     The model with a fresh head for the labels that `task` has learnt, in float32, in training mode.
 
     PyTorch's global generator draws the fresh weights; with the option `from_scratch` all weights.
 
+    Args:
+        start: the configuration of the model to start from, of `read_start`.
+
     Raises:
         UserError: the weights cannot be loaded, or the encoder's weights are not complete or not finite.
     """
     auto_class, name = getattr(transformers, task.auto_class), task.config.model
-    config = copy.deepcopy(start.config)
+    config, revision = copy.deepcopy(start), getattr(start, "_commit_hash", None)  # of the Hub
     config.update(task.settings)
     if task.config.from_scratch:
         return auto_class.from_config(config, dtype=torch.float32).train()
@@ -140,7 +125,7 @@ def make_model(start: Start, task: Task) -> transformers.PreTrainedModel:
             dtype=torch.float32,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # of a saved head; those of the encoder are refused below
-            **({"revision": start.revision} if start.revision else {}),  # the commit that the card names
+            **({"revision": revision} if revision else {}),  # the commit that the card names
         )
         encoder = f"{model.base_model_prefix}."
         refuse_first(
@@ -183,8 +168,7 @@ def make_arguments(task: Task, folder: Path, rate: float, seed: int, processes: 
         rate, seed: of this model.
         processes: how many processes train.
     """
-    config = task.config
-    metric = task.metric()
+    config, metric = task.config, task.metric()
     strategy = "steps" if config.eval_steps else "epoch"
     arguments = transformers.TrainingArguments(
         **{name: getattr(config, name) for name in AS_GIVEN},
