@@ -192,7 +192,7 @@ def evaluation_table(content: dict) -> str:
     models = content["models"]
     texts, blimps = ([model[part] for model in models if part in model] for part in ("text", "blimp"))
     rows = [
-        ("", [model["model"] for model in models]),
+        ("", [folders.base_name(model["model"]) for model in models]),  # in the order of the command
         ("parameters", [f"{model['parameters']:,}" for model in models]),
     ]
     if texts:
