@@ -18,8 +18,7 @@ from types import SimpleNamespace
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="d2l-bert-tests-")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
-if "PYTEST_XDIST_WORKER" in os.environ:  # pytest-xdist's processes share the cores: one thread each
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are too small to gain from more, and processes share cores
 
 # A shell starts background jobs with SIGINT ignored, nohup with SIGHUP, and the programs that tests start inherit it.
 for number, handler in (
@@ -31,7 +30,6 @@ for number, handler in (
         signal.signal(number, handler)
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
 from huggingface_hub import constants  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from local_hub import TOKEN, LocalHub  # noqa: E402
@@ -156,15 +154,6 @@ def trained(books, tmp_path_factory):
     arguments = [f"--corpus={books}", f"--output_dir={folder}", "--max_steps=40", "--save_steps=20"]
     assert main(["pretrain", *arguments, "--mixed_precision=no", "--license=apache-2.0", *SMALL]) == 0
     return folder
-
-
-@pytest.fixture
-def one_thread():
-    """Compute the test on one thread, as its model is too small to gain from more. Shared fixtures use all threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -19,9 +19,6 @@ from d2l_bert.training.evaluation.minimal_pairs import MinimalPair, blimp_result
 from d2l_bert.training.evaluation.pseudo_likelihood import encode, pseudo_log_likelihoods
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
 def models(trained, books, tmp_path_factory):
     return save_models(trained, books, tmp_path_factory.mktemp("judged"))

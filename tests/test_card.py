@@ -17,9 +17,6 @@ from d2l_bert.model_cards.checks import check_card
 from d2l_bert.model_cards.evaluations import update_folder
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 FILES = ("config.json", "run_config.json", "metrics.json")
 
 

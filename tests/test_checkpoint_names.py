@@ -26,9 +26,6 @@ from d2l_bert.training.optimizer import Learner
 from d2l_bert.training.pretrain import StopSignals
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 RUN = [*SMALL, "--mixed_precision=no", "--max_steps=10", "--save_total_limit=9", "--license=mit", "--eval_steps=4"]
 
 

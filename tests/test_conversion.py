@@ -23,9 +23,6 @@ from d2l_bert.modeling.d2l_checkpoints import d2l_tokenizer, from_d2l, read_d2l,
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertPooler
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Stock BERT
 

@@ -10,9 +10,6 @@ from torch.testing import assert_close
 from d2l_bert.modeling import modeling_d2l_bert as modeling
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.mark.parametrize("p", [0.1, 0.2, 0.5, 0.9, 1e-3])
 def test_dropout_drops_its_share_and_keeps_the_mean(p):
     count = 1_000_000

@@ -64,9 +64,6 @@ def load(folder, **options):
     return AutoModel.from_pretrained(folder, **options).eval(), AutoTokenizer.from_pretrained(folder)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory):
     return write_encoders(tmp_path_factory.mktemp("encoders"))

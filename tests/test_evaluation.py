@@ -20,9 +20,6 @@ from d2l_bert.__main__ import main
 from d2l_bert.commands import COMMANDS
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
 def models(trained, books, tmp_path_factory):
     return save_models(trained, books, tmp_path_factory.mktemp("judged"))

@@ -66,7 +66,6 @@ def filled(trained, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.usefixtures("one_thread")
 def test_every_file_gives_the_outputs_of_the_model(task, trained, tmp_path):
     head = TASKS[task]
     source, model, tokenizer = saved(head, trained, tmp_path, embedding_layer_norm=True, max_position_embeddings=48)

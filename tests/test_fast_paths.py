@@ -26,9 +26,6 @@ from d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.modeling import modeling_d2l_bert as modeling
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The last block, computed only at the positions that are read
 

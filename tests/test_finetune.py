@@ -26,9 +26,6 @@ from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.finetuning import metrics
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 LEFT = MODEL_FILES | {"predictions.csv", "confusion_matrix.png"}
 
 

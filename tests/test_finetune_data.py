@@ -20,9 +20,6 @@ from d2l_bert.training.finetuning.output import enter_folder
 from d2l_bert.training.finetuning.trainer import make_model, read_start
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 TWO = "text,label\na text,yes\nanother,no\nthird,yes\nfourth,no\n"
 
 # The task, the files by option (bytes or text; .csv, unless the name says otherwise), words of the error line.

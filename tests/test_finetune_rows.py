@@ -14,9 +14,6 @@ from transformers import AutoTokenizer
 from d2l_bert.training.finetuning import output
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def read(split):
     return [(row.texts, row.label) for row in split.rows]
 

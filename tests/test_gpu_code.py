@@ -29,9 +29,6 @@ from d2l_bert.training.data.steps import TrainingSteps
 from d2l_bert.training.data.unpadded import VARLEN, without_padding
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 PACKED_ROWS = [[1, 4, 6], [0, 3], [7, 2, 5]]  # so there is padding and an unused slot for [CLS]
 BATCHES = {

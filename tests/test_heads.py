@@ -28,9 +28,6 @@ from d2l_bert.modeling.conversion import from_bert, longest_input
 from d2l_bert.pair_tasks import PAIR_TASKS
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @every_head
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("act", ["gelu", "relu"])

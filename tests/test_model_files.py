@@ -23,9 +23,6 @@ from d2l_bert import D2lBertConfig, D2lBertForPreTraining
 from d2l_bert.modeling.conversion import save_model
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def seeded_weights(setting, seed):
     torch.manual_seed(seed)
     sizes = {"vocab_size": 500, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}

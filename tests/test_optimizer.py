@@ -17,9 +17,6 @@ from d2l_bert.training.devices import make_accelerator
 from d2l_bert.training.optimizer import Learner, MovingAverage, make_adamw, make_optimizers
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def is_decayed(name):
     """BERT's rule (appendix A.2 and AdamWeightDecayOptimizer): every parameter but biases and LayerNorms."""
     return not name.endswith(".bias") and "LayerNorm" not in name

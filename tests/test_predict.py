@@ -15,9 +15,6 @@ from transformers import pipeline
 from d2l_bert.__main__ import main
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def predict(model, file, output, *options):
     assert main(["predict", str(model), str(file), f"--output={output}", *options]) == 0
     return output

@@ -25,8 +25,6 @@ from d2l_bert.training.optimizer import Learner
 from d2l_bert.training.recipes import RECIPES
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 RUN = [*SMALL, "--mixed_precision=no", "--license=mit"]
 
 

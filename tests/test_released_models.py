@@ -224,7 +224,7 @@ def root(given, tmp_path):
 
 
 @pytest.fixture
-def in_process(monkeypatch, one_thread):
+def in_process(monkeypatch):
     """Run the commands of a release in this process; returns the list of their words, which fills meanwhile."""
     commands = []
 

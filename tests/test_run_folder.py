@@ -23,7 +23,7 @@ OPTIONS = (*SMALL, "--max_steps=2", "--save_total_limit=1", "--mixed_precision=n
 REPLACED = ("--overwrite_output_dir", "--seed=1", "--hidden_size=16", "--vocab_size=150")
 RESUMED = ("--resume_from_checkpoint=latest", "--micro_batch_size=4")
 
-pytestmark = pytest.mark.usefixtures("one_thread", "same_figures")
+pytestmark = pytest.mark.usefixtures("same_figures")
 
 
 @pytest.fixture

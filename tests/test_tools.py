@@ -12,7 +12,7 @@ from d2l_bert.__main__ import main
 from d2l_bert.modeling.export import FLOAT, OnnxModel
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 
 
 def test_lora_on_the_attention_projections_trains_and_is_saved_without_the_model(trained, tmp_path):
