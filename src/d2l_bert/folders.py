@@ -147,6 +147,8 @@ def base_name(path: str | Path) -> str:
 
 def sync(path: Path) -> None:
     """Flush a file, or the directory entries of a folder, from the operating system's cache to the disk (fsync)."""
+    if os.name == "nt":  # Windows opens no folder, and flushes no file that is open for reading
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -202,7 +204,8 @@ def locked_folder(folder: Path) -> Iterator[None]:
         # The lock file is deleted before the lock is released. Deleted afterwards, a second run could already hold the
         # lock of the deleted file while a third run makes and locks a new file. A run that opened the file before its
         # deletion notices, once it has the lock, that the file name is gone.
-        (folder / LOCK_FILE).unlink(missing_ok=True)
+        with contextlib.suppress(PermissionError):  # Windows does not delete an open file; filelock does it later
+            (folder / LOCK_FILE).unlink(missing_ok=True)
         lock.release()
         if not existed and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
