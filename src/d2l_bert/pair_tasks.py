@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from transformers import TextClassificationPipeline
 
-from d2l_bert.messages import refuse_first
+from d2l_bert.messages import UserError, refuse_first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,31 +101,20 @@ class NextSentencePredictionPipeline(TextClassificationPipeline):
     def check_model_type(self, supported_models):
         """Refuse a model without the head; the `supported_models` are those of text classification."""
         name = type(self.model).__name__
-        refuse_first(
-            {
-                f"next-sentence-prediction needs a ForNextSentencePrediction model, got {name}": not name.endswith(
-                    "ForNextSentencePrediction"
-                )
-            }
-        )
+        if not name.endswith("ForNextSentencePrediction"):
+            raise UserError(f"next-sentence-prediction needs a ForNextSentencePrediction model, got {name}")
 
     def preprocess(self, inputs, **tokenizer_kwargs):
         texts = [inputs.get(name) for name in ("text", "text_pair")] if isinstance(inputs, dict) else [None]
-        refuse_first(
-            {
-                f'a pair is {{"text": first, "text_pair": second}}, two strings; got {inputs!r:.80}': not all(
-                    isinstance(text, str) for text in texts
-                )
-            }
-        )
+        if not all(isinstance(text, str) for text in texts):
+            raise UserError(f'a pair is {{"text": first, "text_pair": second}}, two strings; got {inputs!r:.80}')
         encoded = self.tokenizer(*texts, return_tensors="pt", **tokenizer_kwargs)
         length, limit = encoded["input_ids"].shape[1], self.model.config.max_position_embeddings
-        refuse_first(
-            {
+        if length > limit:
+            raise UserError(
                 f"{texts[0][:40]!r}...: {length} tokens, and the model has {limit} positions; shorten it, or give "
-                f"truncation=True, max_length={limit}": length > limit
-            }
-        )
+                f"truncation=True, max_length={limit}"
+            )
         return encoded
 
 
@@ -155,12 +144,11 @@ class PretrainingLoss:
     """
 
     def __init__(self, trainer):
-        refuse_first(
-            {
+        if trainer.args.n_gpu > 1:
+            raise UserError(
                 "this process uses several GPUs (DataParallel); start one process for each GPU, with torchrun or "
-                "accelerate launch": trainer.args.n_gpu > 1
-            }
-        )
+                "accelerate launch"
+            )
         self.trainer = trainer
         self.original_get_batch_samples = trainer.get_batch_samples
         trainer.get_batch_samples = self.get_batch_samples
