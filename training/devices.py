@@ -17,11 +17,13 @@ import torch.fx.experimental._config
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, gather_object, parse_flag_from_env
+from huggingface_hub.utils.tqdm import progress_bar_states
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.utils.benchmark import Timer
+from transformers.utils import logging as transformers_logging
 
 from d2l_bert.messages import UserError, explained, refuse_first
 from d2l_bert.modeling import modeling_d2l_bert
@@ -146,15 +148,19 @@ def restore_host_settings() -> Iterator[None]:
     """
     Restore, when the block ends or fails, the settings of the whole process that a run changes.
 
-    These are the state that all `Accelerator` objects share, such as mixed precision and gradient accumulation, and
-    the kernels that PyTorch may choose (`make_accelerator`). PyTorch's global RNG is not restored: a run seeds it.
+    These are the state that all `Accelerator` objects share, such as mixed precision and gradient accumulation, the
+    kernels that PyTorch may choose (`make_accelerator`), and the progress bars of Transformers and huggingface_hub.
+    PyTorch's global RNG is not restored: a run seeds it.
     """
     shared_states = [(kind._shared_state, dict(kind._shared_state)) for kind in (AcceleratorState, GradientState)]
+    bars, hub_bars = transformers_logging.is_progress_bar_enabled(), dict(progress_bar_states)
     precision, has_cudnn = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()
     try:
         yield
     finally:
-        for state, before in shared_states:
+        if bars:
+            transformers_logging.enable_progress_bar()  # also enables huggingface_hub's bars, which are restored below
+        for state, before in (*shared_states, (progress_bar_states, hub_bars)):
             state.clear()
             state.update(before)
         torch.set_float32_matmul_precision(precision)

@@ -19,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import gather_object
+from transformers.utils import logging as transformers_logging
 
 from d2l_bert import folders
 from d2l_bert.messages import GO_ON, is_out_of_memory, refuse_first, report
@@ -64,6 +65,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
             processes, another process has raised an error, and shows it.
     """
     devices.start_processes()
+    transformers_logging.disable_progress_bar()  # Transformers shows a bar for each file that it saves
     with explain_failures(), contextlib.ExitStack() as stack:
         with together():
             trackers, folder = check_options(architecture, run), run_folder.folder_of(run)
