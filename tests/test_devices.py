@@ -20,7 +20,7 @@ import pytest
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState
-from huggingface_hub.utils import are_progress_bars_disabled
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers.utils import logging as transformers_logging
 
 from d2l_bert import RECIPES, D2lBertConfig, pretrain
@@ -239,6 +239,9 @@ def job(books, tmp_path, monkeypatch):
 @pytest.fixture
 def host():
     """A program with settings of its own. Returns a function that gives their present values."""
+    bars = (transformers_logging.is_progress_bar_enabled(), are_progress_bars_disabled())
+    transformers_logging.enable_progress_bar()
+    disable_progress_bars("host.downloads")
     AcceleratorState._reset_state()  # earlier tests may have left a state
     torch.backends.cuda.enable_cudnn_sdp(True)
     accelerator = Accelerator(cpu=ON_CPU, mixed_precision="no", gradient_accumulation_steps=4)
@@ -248,7 +251,7 @@ def host():
             "recomputation": [getattr(torch._functorch.config, name) for name in RECOMPUTATION_LIMITS],
             "programs": torch._dynamo.config.recompile_limit,
             "bars": (transformers_logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()),
-            "bars of the Hub": are_progress_bars_disabled(),
+            "bars of the Hub": (are_progress_bars_disabled(), are_progress_bars_disabled("host.downloads")),
             "accelerator": (accelerator.mixed_precision, accelerator.gradient_accumulation_steps),
             "environment": dict(os.environ),
             "signals": [signal.getsignal(number) for number in SIGNALS],
@@ -268,6 +271,9 @@ def host():
         torch._dynamo.config.patch(recompile_limit=5),
     ):
         yield settings
+    enable_progress_bars() if not bars[1] else disable_progress_bars()
+    if not bars[0]:
+        transformers_logging.disable_progress_bar()
 
 
 def test_a_run_leaves_the_settings_of_its_host_unchanged(job, host):

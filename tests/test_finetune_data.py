@@ -3,7 +3,6 @@
 import contextlib
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +15,8 @@ from d2l_bert import D2lBertForSequenceClassification
 from d2l_bert.folders import read_json
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.output import enter_folder
 from d2l_bert.training.finetuning.trainer import make_model, read_start
+from d2l_bert.training.run_folder import enter_finetuning
 
 
 TWO = "text,label\na text,yes\nanother,no\nthird,yes\nfourth,no\n"
@@ -174,7 +173,7 @@ WRONG = {
     "a list of strings": (
         "text-classification",
         {"train.json": '["a", "b"]'},
-        ["train.json: cannot be read"],
+        ["train.json: cannot be read", "a list of objects"],
     ),
     "another suffix": ("text-classification", {"train.txt": "a\n"}, ["_file "]),
     "damaged Parquet": ("text-classification", {"train.parquet": b"PAR1"}, ["train.parquet: cannot be read"]),
@@ -365,7 +364,7 @@ def test_a_new_run_deletes_only_what_a_run_writes(finished, tmp_path):
     (folder / "attempts" / "rate-1-seed-1").mkdir()
     config = FinetuneConfig(model="m", overwrite_output_dir=True)
     with contextlib.ExitStack() as stack:
-        enter_folder(SimpleNamespace(config=config, folder=folder, record={"finetune": {}}), stack)
+        enter_finetuning(config, folder, {"finetune": {}}, stack)
     assert all(note.read_text() == "precious" for note in notes) and "confusion_matrix.png" in pictures
     kept = {path.name for path in folder.iterdir()}
     assert {"notes.txt", "plots", "runs", "run_config.json"} <= kept

@@ -149,7 +149,7 @@ WRONG = {
     "a question without an answer that training lacks": (
         "question-answering",
         {"train.jsonl": ANSWERS, "validation.jsonl": ANSWERS + lines(asked(text=[], start=[]))},
-        ["validation.jsonl, line 3: column 'answers' is empty"],
+        ["validation.jsonl, line 3: column 'answers' has no answer"],
     ),
     "answers without places": (
         "question-answering",

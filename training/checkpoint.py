@@ -69,7 +69,9 @@ def write_checkpoint(final: Path, model, tokenizer, tensors: dict[str, dict], st
 
 def delete(checkpoint: Path) -> None:
     """Delete a checkpoint. The folder is renamed first, so that its name never stands for half a checkpoint."""
-    shutil.rmtree(checkpoint.rename(folders.hidden(checkpoint)))
+    if not checkpoint.name.startswith("."):
+        checkpoint = checkpoint.rename(folders.hidden(checkpoint))
+    shutil.rmtree(checkpoint)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

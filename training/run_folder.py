@@ -1,5 +1,6 @@
 """The output folder of a run: locked and checked at the start, `run_config.json`, the finished model at the end."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -7,6 +8,7 @@ import logging
 import os
 import platform
 import re
+import shutil
 from pathlib import Path
 
 import psutil
@@ -41,6 +43,9 @@ OPENMP_VARIABLES = (
 )
 
 CPUINFO = Path("/proc/cpuinfo")
+
+# Of a fine-tuning: the folder with a folder for each rate and seed, and the table of predictions.
+ATTEMPTS, PREDICTIONS_FILE = "attempts", "predictions.csv"
 
 
 def check_output_folder(run, folder: Path, start: str | None, is_finetuning: bool = False) -> None:
@@ -209,6 +214,40 @@ def start_folder(folder: Path, record: dict, start: int) -> None:
             folders.write_json(folder / card.RUN_FILE, record)
 
 
+def enter_finetuning(config, folder: Path, record: dict, stack: contextlib.ExitStack) -> None:
+    """
+    Make the folder of a fine-tuning and lock it until `stack` ends, so that no other run writes there; write
+    `run_config.json`. Only the main process calls this.
+
+    When resuming, that of the run is compared first; when replacing, the run is deleted. A new folder that stays empty
+    is deleted.
+
+    Args:
+        config: the options, a `FinetuneConfig`.
+        record: the content of `run_config.json`.
+
+    Raises:
+        UserError: the folder cannot be written, is locked by another run, or is refused by `check_output_folder`; or
+            the run to resume had other options, rows or another model, or more seeds.
+    """
+    stack.enter_context(folders.locked_folder(folder))
+    stack.enter_context(writing(folder, f", and {GO_ON}"))
+    check_output_folder(config, folder, config.model, is_finetuning=True)
+    if before := folders.read_json(folder / card.RUN_FILE) if config.resume_from_checkpoint else {}:
+        # Rows that are not given now have no fingerprint.
+        now = {**dict.fromkeys(before["identity"]), **record["identity"]}
+        check_identity(before["identity"], now, f"output_dir {folder}")
+        seeds = before["finetune"]["num_seeds"]
+        refuse_first({f"output_dir {folder}: num_seeds was {seeds}; give as many or more": config.num_seeds < seeds})
+    else:
+        # What this run may not replace of an earlier one, the weights first; all other files stay.
+        others = (PREDICTIONS_FILE, card.METRICS_FILE, card.CURVES_FILE, pictures.CONFUSION_FILE)
+        for name in (checkpoint.WEIGHTS_FILE, *others):
+            (folder / name).unlink(missing_ok=True)
+        shutil.rmtree(folder / ATTEMPTS, ignore_errors=True)
+        folders.write_json(folder / card.RUN_FILE, record)
+
+
 def finish_folder(
     folder: Path,
     text: PreparedText,
@@ -311,9 +350,9 @@ def check_identity(then: dict, now: dict, place: str, weights: Path | None = Non
         {
             f"{name} was {then.get(name)!r}, and is {now.get(name)!r} now; go on with what it was, or start a new run "
             f"in another output_dir{ways_out.get(name, '')}": then.get(name) != now.get(name)
-            for name in now | then
+            for name in now
         },
-        f"{place}: of another run: ",
+        f"{place} holds another run: ",
     )
 
 

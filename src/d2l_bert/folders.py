@@ -194,10 +194,12 @@ def locked_folder(folder: Path) -> Iterator[None]:
         UserError: the path is a file, the folder cannot be written, or another run has locked it.
     """
     existed, lock = folder.exists(), FileLock(folder / LOCK_FILE)
-    taken = explained(f"output_dir {folder}: another run is writing there", "wait, or name another", Timeout)
-    with writing(f"output_dir {folder}", ", or name another folder"), taken:
+    with writing(f"output_dir {folder}", ", or name another folder"):
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(f"output_dir {folder}: another run is writing there; wait, or name another") from None
     try:
         yield
     finally:

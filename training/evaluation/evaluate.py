@@ -69,7 +69,8 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
             pseudo_likelihood.print_line_scores(models[0], config, accelerator)
             devices.shut_down(accelerator)
             return None
-        pairs = minimal_pairs.read_blimp(config.blimp) if config.blimp else []
+    pairs = devices.on_main(minimal_pairs.read_blimp, config.blimp) if config.blimp else []
+    with devices.together():
         encoded_pairs = [_encode_pairs(model, pairs, config) for model in models]
         if config.has_text():
             length = min(text.run_of(model, config).max_seq_length for model in models)
@@ -87,30 +88,29 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
                     f"no pseudo-perplexity: each sentence of {corpus_name} has no word without [UNK], or more tokens "
                     f"than max_seq_length ({length}); give shorter sentences, or a larger max_seq_length"
                 )
-        results = []
-        for model, encoded in zip(models, encoded_pairs, strict=True):
-            model.to(accelerator.device)
-            figures = {
-                "model": model.name,
-                "class": type(model.model).__name__,
-                "parameters": model.parameter_count,
+    results = []
+    for model, encoded in zip(models, encoded_pairs, strict=True):
+        model.to(accelerator.device)
+        figures = {
+            "model": model.name,
+            "class": type(model.model).__name__,
+            "parameters": model.parameter_count,
+        }
+        if config.has_text():
+            with devices.together():
+                figures["text"] = text.evaluate_text(model, corpus_name, part, config, length, accelerator)
+            figures["text"] |= text.pseudo_perplexity(model, sentences, config, accelerator) if sentences else {}
+        if pairs:
+            scores = pseudo_likelihood.pseudo_log_likelihoods(
+                model, encoded, config, accelerator, f"{model.name} on BLiMP"
+            )
+            figures["blimp"] = {
+                "score": config.score,
+                "unknown_share": account.unknown_share(model.tokenizer, minimal_pairs.sentences_of(pairs)),
+                **minimal_pairs.blimp_results(pairs, scores.numpy()),
             }
-            if config.has_text():
-                figures["text"] = {
-                    **text.evaluate_text(model, corpus_name, part, config, length, accelerator),
-                    **(text.pseudo_perplexity(model, sentences, config, accelerator) if sentences else {}),
-                }
-            if pairs:
-                scores = pseudo_likelihood.pseudo_log_likelihoods(
-                    model, encoded, config, accelerator, f"{model.name} on BLiMP"
-                )
-                figures["blimp"] = {
-                    "score": config.score,
-                    "unknown_share": account.unknown_share(model.tokenizer, minimal_pairs.sentences_of(pairs)),
-                    **minimal_pairs.blimp_results(pairs, scores.numpy()),
-                }
-            results.append(figures)
-            model.to("cpu")
+        results.append(figures)
+        model.to("cpu")
     content = {
         "versions": {
             name: importlib.metadata.version(name) for name in ("d2l-bert", "torch", "transformers", "tokenizers")

@@ -9,6 +9,7 @@ import numpy as np
 from accelerate import Accelerator
 
 from d2l_bert import folders, messages
+from d2l_bert.options import BATCHES, TEXT
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.tokenization import account, encoding, prepare, text_store, token_store
 from d2l_bert.tokenization.config import SourceConfig
@@ -55,8 +56,9 @@ def run_of(model: MaskedModel, config: EvaluateConfig) -> PretrainConfig:
             has fewer positions than `max_seq_length`, or no head for `objective`; or `masking` needs the pieces of
             words that this tokenizer does not mark.
     """
-    recorded = model.record.get("run", {})
-    run = PretrainConfig(**{name: recorded[name] for name in PretrainConfig.__dataclass_fields__ if name in recorded})
+    groups = {field.name: field.metadata["group"] for field in dataclasses.fields(PretrainConfig)}
+    recorded = model.record.get("run", {}).items()
+    run = PretrainConfig(**{name: value for name, value in recorded if groups.get(name) in (TEXT, BATCHES)})
     with messages.explained(f"{model.name}: run_config.json", "", messages.UserError):
         run.check_values()
     given = {name: getattr(config, name) for name in ROW_OPTIONS}
@@ -186,7 +188,8 @@ def _tokens(model, name, part, config):
     data = model.record.get("data", {})
     is_text_of_run = data.get("text_fingerprint") == part.text.fingerprint
     if is_text_of_run and not config.held_out:
-        logger.warning(f"{model.name} was trained on this very text, {name}; --held_out takes what its run held out")
+        way_out = "" if data.get("validation") else "; --held_out takes what its run held out"
+        logger.warning(f"{model.name} was trained on this very text, {name}{way_out}")
     tokens = token_store.TokenizedCorpus(
         devices.main_first(
             encoding.prepare_tokens,

@@ -1,6 +1,5 @@
 """The output folder of a fine-tuning run: lock, `run_config.json`, the finished model, `metrics.json`, predictions."""
 
-import contextlib
 import csv
 import dataclasses
 import functools
@@ -28,39 +27,8 @@ from d2l_bert.training.finetuning.splits import Split
 from d2l_bert.training.finetuning.tasks import LEARNT
 
 
-# The folder with a folder for each rate and seed: its result, and the best one's model.
-WORK_FOLDER = "attempts"
+# In the folder of each rate and seed: the best one's model.
 MODEL_FOLDER = "model"
-PREDICTIONS_FILE = "predictions.csv"
-
-
-def enter_folder(run, stack: contextlib.ExitStack) -> None:
-    """
-    Make the output folder and lock it until `stack` ends, so that no other run writes there; write `run_config.json`.
-
-    When resuming, that of the run is compared first; when replacing, the run is deleted. A new folder that stays empty
-    is deleted. Only the main process calls this.
-
-    Raises:
-        UserError: the folder cannot be written, is locked by another run, or is refused by `check_output_folder`; or
-            the run to resume had other options, rows or another model, or more seeds.
-    """
-    config, folder = run.config, run.folder
-    stack.enter_context(folders.locked_folder(folder))
-    stack.enter_context(messages.writing(folder, f", and {messages.GO_ON}"))
-    run_folder.check_output_folder(config, folder, config.model, is_finetuning=True)
-    if before := folders.read_json(folder / card.RUN_FILE) if config.resume_from_checkpoint else {}:
-        run_folder.check_identity(before["identity"], run.record["identity"], f"output_dir {folder}")
-        seeds = before["finetune"]["num_seeds"]
-        messages.refuse_first(
-            {f"output_dir {folder}: num_seeds was {seeds}; give as many or more": config.num_seeds < seeds}
-        )
-    else:
-        # What this run may not replace of an earlier one, the weights first; all other files stay.
-        for name in (WEIGHTS_FILE, PREDICTIONS_FILE, card.METRICS_FILE, card.CURVES_FILE, pictures.CONFUSION_FILE):
-            (folder / name).unlink(missing_ok=True)
-        shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
-        folders.write_json(folder / card.RUN_FILE, run.record)
 
 
 def make_record(run) -> dict:
@@ -77,7 +45,7 @@ def make_record(run) -> dict:
     }
     base = {
         "name": config.model if fingerprint is None else folders.base_name(config.model),
-        "revision": getattr(run.model_config, "_commit_hash", None),
+        "revision": run.model_config.revision,
         "fingerprint": fingerprint,
     }
     record = card.portable(
@@ -160,7 +128,11 @@ def write_folder(run, model, outputs: dict, tried: list[dict], seeds: list[dict]
         conversion.save_model(model, partial)
         wordpiece.save_tokenizer(run.tokenizer, partial)
         if "test" in splits:
-            write_table(partial / PREDICTIONS_FILE, splits["test"], task.predictions(splits["test"], outputs["test"]))
+            write_table(
+                partial / run_folder.PREDICTIONS_FILE,
+                splits["test"],
+                task.predictions(splits["test"], outputs["test"]),
+            )
         pictures.plot_finetuning(
             kept["log"],
             run.metric,
@@ -192,7 +164,7 @@ def write_folder(run, model, outputs: dict, tried: list[dict], seeds: list[dict]
         f"{metrics['learning_rate']:g} is in {folder}{few}",
     ]
     if "test" in splits:
-        lines.append(f"predictions for the test rows: {folder / PREDICTIONS_FILE}")
+        lines.append(f"predictions for the test rows: {folder / run_folder.PREDICTIONS_FILE}")
     return "\n".join(lines)
 
 

@@ -47,7 +47,7 @@ def finetune(config: FinetuneConfig) -> Path:
         with devices.together():
             run = Run(config, state.num_processes)
         with contextlib.ExitStack() as stack:
-            devices.on_main(output.enter_folder, run, stack)
+            devices.on_main(run_folder.enter_finetuning, config, run.folder, run.record, stack)
             messages.report.info(run.finish(*run.train()))
         if config.push_to_hub:
             settings = PublishConfig(public=not config.hub_private_repo)
@@ -113,7 +113,7 @@ class Run:
 
     def folder_of(self, rate: float, seed: int) -> Path:
         """The folder of one model."""
-        return self.folder / output.WORK_FOLDER / f"rate-{rate:g}-seed-{seed}"
+        return self.folder / run_folder.ATTEMPTS / f"rate-{rate:g}-seed-{seed}"
 
     def arguments(self, rate: float, seed: int) -> transformers.TrainingArguments:
         """Trainer's arguments for one model."""

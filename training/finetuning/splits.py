@@ -95,7 +95,8 @@ def read_file(path: str, option: str, separator: str = "auto", text_column: str 
         with explained(label, "", *READ_ERRORS):
             rows = list(tables.table_rows(file, separator=separator))
     else:
-        with explained(f"{label}: cannot be read", "repair the file", *READ_ERRORS, TypeError, RecursionError):
+        way_out = "repair the file; .json is a list of objects, or SQuAD's form"
+        with explained(f"{label}: cannot be read", way_out, *READ_ERRORS, TypeError, RecursionError):
             lines = [line.rstrip("\r\n") for line in tables.lines_of(file)]
             if tables.suffix_unpacked(file) in (".conll", ".conllu"):
                 rows = list(_conll_rows(lines, label))

@@ -93,10 +93,12 @@ class Task:
         settings: the fields of the model's configuration that the task decides: `num_labels`, `id2label`, ...
         problem_type: that of the model's configuration, which has one for `AutoModelForSequenceClassification`.
         has_unanswerable: whether training rows have questions without an answer.
+        no_label: what is wrong with a column of labels that has none, and the way out.
     """
 
     problem_type = None
     has_unanswerable = False
+    no_label = "is empty; write a label, or take the row out"
     main_metric = "accuracy"
     collator = DataCollatorWithPadding
     default_length = 128
@@ -139,9 +141,11 @@ class Task:
         self.label = self.columns["label_column"][0]
 
     def check_columns(self, split, has_labels: bool = True) -> None:
-        """Refuse a split without one of the columns."""
+        """Refuse a split without one of the columns, and a column that has two uses."""
+        used = [column for columns in self.columns.values() for column in columns]
         refuse_first(
-            {
+            {f"column {column!r} cannot have two uses; name another column": used.count(column) > 1 for column in used}
+            | {
                 f"{split.label}: no column {column!r}; it has {listed(split.columns) or 'none'}: name one with "
                 f"--{option}": column not in split.columns and (has_labels or option != "label_column")
                 for option, columns in self.columns.items()
@@ -158,12 +162,12 @@ class Task:
                 it.
         """
         if split.is_labelled and row.label is None and not self.has_unanswerable:
-            raise ValueError(f"column {self.label!r} is empty; write a label, or take the row out")
+            raise ValueError(f"column {self.label!r} {self.no_label}")
         for name in self.names_of(row):
             if name not in self.number_of:
                 raise ValueError(
                     f"label {name!r} in column {self.label!r} is none of {listed(list(self.number_of))}; correct the "
-                    f"label, or add training rows with it"
+                    f"label{', or add training rows with it' if self.classes else ''}"
                 )
         return row
 

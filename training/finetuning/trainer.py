@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import transformers
 from accelerate.state import AcceleratorState
+from transformers.utils import hub
 
 from d2l_bert import folders
 from d2l_bert.messages import reading_model, refuse_first
@@ -70,8 +71,8 @@ def read_start(
     Read the configuration and the tokenizer of the model, set the dropout, and try to load the weights.
 
     Returns:
-        The configuration, with the dropout of the run; the tokenizer; the dropout rates, by the names of
-        `DROPOUT_FIELDS`; and the most tokens of a row.
+        The configuration, with the dropout of the run, and as `revision` the commit of a model on the Hub, None for a
+        folder; the tokenizer; the dropout rates, by the names of `DROPOUT_FIELDS`; and the most tokens of a row.
 
     Raises:
         UserError: there is no such model, the model has no tokenizer, its class has no head for the task, its weights
@@ -79,6 +80,8 @@ def read_start(
     """
     with reading_model(config.model):
         model_config, tokenizer = loading.read_parts(getattr(transformers, task.auto_class), config.model)
+    on_hub = None if Path(config.model).exists() else hub.cached_file(config.model, "config.json")
+    model_config.revision = on_hub and hub.extract_commit_hash(on_hub, None)
     dropout = {}
     for option, names in DROPOUT_FIELDS.items():
         field, given = next((name for name in names if hasattr(model_config, name)), None), getattr(config, option)
@@ -113,7 +116,8 @@ def make_model(start: transformers.PreTrainedConfig, task: Task) -> transformers
         UserError: the weights cannot be loaded, or the encoder's weights are not complete or not finite.
     """
     auto_class, name = getattr(transformers, task.auto_class), task.config.model
-    config, revision = copy.deepcopy(start), getattr(start, "_commit_hash", None)  # of the Hub
+    config = copy.deepcopy(start)
+    del config.revision  # which is not saved
     config.update(task.settings)
     if task.config.from_scratch:
         return auto_class.from_config(config, dtype=torch.float32).train()
@@ -125,7 +129,7 @@ def make_model(start: transformers.PreTrainedConfig, task: Task) -> transformers
             dtype=torch.float32,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # of a saved head; those of the encoder are refused below
-            **({"revision": revision} if revision else {}),  # the commit that the card names
+            **({"revision": start.revision} if start.revision else {}),  # the commit that the card names
         )
         encoder = f"{model.base_model_prefix}."
         refuse_first(

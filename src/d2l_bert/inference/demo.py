@@ -27,7 +27,7 @@ def filled_masks(model: str, text: str, top_k: int = 5) -> str:
         title + bars([(entry["token_str"], entry["score"]) for entry in best])
         for title, best in zip(titles, masks, strict=True)
     ]
-    if tokenizer.unk_token_id in encoded["input_ids"]:
+    if tokenizer.unk_token_id in encoded["input_ids"][0].tolist():
         lines.append(f"  {tokenizer.unk_token} in place of words that the tokenizer does not know")
     return "\n".join(lines)
 
