@@ -191,7 +191,8 @@ def test_the_page_of_demo_predicts_as_python_does(demo, trained):
                 lambda reason=reason: [each for each in shown("[data-testid=toast-body]") if reason in each.text], []
             )
         tab("Fill masks", MARKUP)
-        wait_for(lambda: [each for each in shown("pre") if len(each.text.splitlines()) == 5], [])
+        # five tokens, and that words are unknown
+        wait_for(lambda: [each for each in shown("pre") if len(each.text.splitlines()) == 6], [])
         tab("Two texts")
         wait_for(lambda: [each for each in shown("pre") if "IsNext" in each.text and "NotNext" in each.text], [])
         tab("Attention")

@@ -62,6 +62,7 @@ def check_output_folder(run, folder: Path, start: str | None, is_finetuning: boo
             of another command; or a run that the options neither resume nor replace, or both, or that is finished and
             has no checkpoint to resume from.
     """
+    refuse_first({f"output_dir {folder}: is a file; name a folder": folder.is_file()})
     if not folder.is_dir():
         return
     of_killed_runs = {folders.LOCK_FILE, folders.hidden(Path(card.RUN_FILE)).name}

@@ -259,6 +259,7 @@ def _know_nothing(run, name, reached):
     sign = -1 if metric in measures.LOWER_IS_BETTER else 1
     return {
         "prediction": prediction,
-        "figures": {name: value for name, value in found.items() if value},  # its correlations are 0
+        # Its correlations are 0.
+        "figures": {name: value for name, value in found.items() if value or figures.METRICS[name][1] == "%"},
         "is_beaten": sign * reached[metric] > sign * found[metric],
     }

@@ -35,8 +35,8 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
     record, target = loading.read_record(name), Path(config.output)
     messages.refuse_first(
         {
-            f"{name}: no run_config.json of d2l-bert finetune says what it predicts; give a model that was fine-tuned "
-            f"with it": "columns" not in record.get("learnt", {})
+            f"{name}: there is no such model, or no run_config.json of d2l-bert finetune says what it predicts; give "
+            f"a model that was fine-tuned with it": "columns" not in record.get("learnt", {})
         }
     )
     known = FinetuneConfig(**record["finetune"])

@@ -89,7 +89,12 @@ def read_file(path: str, option: str, separator: str = "auto", text_column: str 
         UserError: the file does not exist, cannot be read, is damaged, has another form, or has no rows.
     """
     file, label = Path(path), f"{option} {folders.base_name(path)}"
-    refuse_first({f"{option} {path}: no such file; give a table, or a text in each line": not file.is_file()})
+    refuse_first(
+        {
+            f"{option} {path}: is a folder; give one of its files, or the folder with --dataset": file.is_dir(),
+            f"{option} {path}: no such file; give a table, or a text in each line": not file.is_file(),
+        }
+    )
     kind = tables.file_kind(file)
     if kind in tables.TABLE_KINDS:
         with explained(label, "", *READ_ERRORS):

@@ -182,7 +182,7 @@ class Regression(TextTask):
             return None
         with explained(
             f"column {self.label!r} holds {value!r:.40}, not a finite number in float32 with a decimal point",
-            "write one, or take the row out",
+            "write one such as 5.3, or take the row out",
             *(ValueError, TypeError, OverflowError),
         ):
             number = float(value)
