@@ -247,6 +247,7 @@ OPTIONS = [  # options, words of the error line
     ("--task classification", ["train_file is missing; give --train_file FILE, or --dataset ID"]),
     ("--task classification --train_file nowhere.csv", ["train_file nowhere.csv"]),
     ("--task classification --train_file .", ["train_file ."]),
+    (f"--task classification --train_file a --output_dir {__file__}", ["is a file; name a folder"]),
     ("--task classification --train_file a --dataset b", ["both give the training rows; give one"]),
     ("--task classification --train_file a --test_split b", ["test_split is for dataset"]),
     ("--task classification --train_file a --label_column x y", ["several columns are for --task multi_label"]),
@@ -291,6 +292,19 @@ OPTIONS = [  # options, words of the error line
     ("--task swag", ["dataset allenai/swag: cannot be read"]),
     ("--task conll2003", ["dataset lhoestq/conll2003: cannot be read"]),
 ]
+
+
+def test_rows_with_the_texts_of_training_rows_are_counted(trained, tmp_path, capsys):
+    table = write_table(tmp_path / "train.csv", rows_of(20, 0))
+    options = [f"--train_file={table}", f"--test_file={table}", "--validation_share=0", "--max_steps=1"]
+    finetune(trained, tmp_path / "out", "--task=classification", *options)
+    assert "test: 20 of 20 rows have the texts of a training row" in capsys.readouterr().err
+
+
+def test_a_column_has_one_use(trained, fails, tmp_path):
+    table = write_table(tmp_path / "train.csv", rows_of(20, 0))
+    line = fails("finetune", trained, "--task=classification", f"--train_file={table}", "--text_column=label")
+    assert "column 'label' cannot have two uses" in line
 
 
 @pytest.mark.parametrize("options, words", OPTIONS, ids=[options[:60] for options, _ in OPTIONS])

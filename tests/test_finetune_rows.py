@@ -367,6 +367,13 @@ def test_the_windows_of_a_context_overlap_and_carry_the_answer(long_answers, tok
     assert with_answer == {number for number, row in enumerate(split.rows) if row.label}
 
 
+def test_answers_that_no_window_has_whole_are_counted(tmp_path, tokenizer):
+    answers = {"text": ["walked " * 50 + "home"], "answer_start": [0]}
+    rows = [*answer_rows(9, 0), {"question": "who?", "context": f"{answers['text'][0]} again", "answers": answers}]
+    _, split = made(write_table(tmp_path / "rows.jsonl", rows), "answers", tokenizer, 32, doc_stride=8)
+    assert "1 answers are in no window as a whole" in split.note
+
+
 def test_the_best_span_is_that_of_trying_all_spans(long_answers):
     task, split = long_answers
     scores = np.random.default_rng(0).normal(size=(len(split.features), 40, 2)).astype(np.float32)

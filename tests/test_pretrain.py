@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.__main__ import main
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.training.held_out import held_out_counts, held_out_metrics, variety
+from d2l_bert.training.held_out import advice, held_out_counts, held_out_metrics, variety
 from d2l_bert.training.optimizer import Learner
 from d2l_bert.training.recipes import RECIPES
 
@@ -187,6 +187,12 @@ def test_the_mean_cosine_and_the_distinct_predictions_equal_a_direct_count(rows)
     found = variety(model, rows)
     assert found["token_cosine"] == pytest.approx(sum(cosines) / len(cosines), abs=1e-5)
     assert found["distinct_predictions"] == len(set(guesses)) > 1
+
+
+@pytest.mark.parametrize("loss, said", [(7.0, "learnt less"), (5.9, "learnt little more"), (5.0, "")])
+def test_a_loss_is_told_from_that_of_frequencies(loss, said):
+    line = advice({"train_words_seen": 1, "eval_mlm_loss": loss, "eval_token_entropy": 6.0}, 1)
+    assert said in line and bool(said) == bool(line)
 
 
 @pytest.mark.parametrize("rate, has_collapsed", [("1e-3", False), ("1", True)])
