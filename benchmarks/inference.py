@@ -108,8 +108,8 @@ def stretches(prepared, most):
     """Token ids of five sentences of a held-out document, at most `most`, again and again."""
     corpus = prepared.held_out
     for document in range(len(corpus)):
-        first, end = corpus.document_starts[document : document + 2]
-        borders = corpus.sentence_starts[[*range(first, end, 5), end]]
+        first, behind = corpus.document_starts[document : document + 2]
+        borders = corpus.sentence_starts[[*range(first, behind, 5), behind]]
         for start, end in itertools.pairwise(borders.tolist()):
             ids = corpus.ids[start : min(end, start + most)]
             if len(ids) >= SHORTEST and prepared.tokenizer.mask_token_id not in ids:

@@ -45,7 +45,7 @@ def make_record(run) -> dict:
     }
     base = {
         "name": config.model if fingerprint is None else folders.base_name(config.model),
-        "revision": run.model_config.revision,
+        "revision": run.revision,
         "fingerprint": fingerprint,
     }
     record = card.portable(

@@ -88,7 +88,8 @@ class Run:
         # What can be refused without the rows, which may be many, is refused before the rows are read.
         task.metric()
         run_folder.check_output_folder(config, self.folder, config.model, is_finetuning=True)
-        self.model_config, self.tokenizer, self.dropout, self.max_seq_length = trainer.read_start(config, task)
+        start = trainer.read_start(config, task)
+        self.model_config, self.revision, self.tokenizer, self.dropout, self.max_seq_length = start
         self.splits = splits.load_splits(config, task)
         self.metric = task.metric()  # of token classification, the rows decide
         messages.refuse_first(
@@ -176,7 +177,7 @@ class Run:
         arguments = self.arguments(rate, seed)
         callback, patience = trainer.Checkpoints(before), config.early_stopping_patience
         transformers.set_seed(seed)
-        model = trainer.make_model(self.model_config, task)
+        model = trainer.make_model(self.model_config, self.revision, task)
         trained = trainer.TaskTrainer(
             task,
             model,

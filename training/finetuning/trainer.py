@@ -66,13 +66,13 @@ COMPLETE_FILE = "complete"
 
 def read_start(
     config: FinetuneConfig, task: Task
-) -> tuple[transformers.PreTrainedConfig, transformers.PreTrainedTokenizerBase, dict[str, float], int]:
+) -> tuple[transformers.PreTrainedConfig, str | None, transformers.PreTrainedTokenizerBase, dict[str, float], int]:
     """
     Read the configuration and the tokenizer of the model, set the dropout, and try to load the weights.
 
     Returns:
-        The configuration, with the dropout of the run, and as `revision` the commit of a model on the Hub, None for a
-        folder; the tokenizer; the dropout rates, by the names of `DROPOUT_FIELDS`; and the most tokens of a row.
+        The configuration, with the dropout of the run; the commit of a model on the Hub, None for a folder; the
+        tokenizer; the dropout rates, by the names of `DROPOUT_FIELDS`; and the most tokens of a row.
 
     Raises:
         UserError: there is no such model, the model has no tokenizer, its class has no head for the task, its weights
@@ -81,7 +81,7 @@ def read_start(
     with reading_model(config.model):
         model_config, tokenizer = loading.read_parts(getattr(transformers, task.auto_class), config.model)
     on_hub = None if Path(config.model).exists() else hub.cached_file(config.model, "config.json")
-    model_config.revision = on_hub and hub.extract_commit_hash(on_hub, None)
+    revision = on_hub and hub.extract_commit_hash(on_hub, None)
     dropout = {}
     for option, names in DROPOUT_FIELDS.items():
         field, given = next((name for name in names if hasattr(model_config, name)), None), getattr(config, option)
@@ -95,29 +95,28 @@ def read_start(
         if field is not None:
             dropout[option] = (getattr(model_config, field) or DROPOUT) if given is None else given
             setattr(model_config, field, dropout[option])
-    wanted, most = config.max_seq_length, conversion.longest_input(make_model(model_config, task), tokenizer)
+    wanted, most = config.max_seq_length, conversion.longest_input(make_model(model_config, revision, task), tokenizer)
     refuse_first(
         {f"max_seq_length ({wanted}) is beyond the model's positions ({most}); lower it": wanted and wanted > most}
     )
-    return model_config, tokenizer, dropout, min(wanted or task.default_length, most)
+    return model_config, revision, tokenizer, dropout, min(wanted or task.default_length, most)
 
 
 @torch.no_grad()
-def make_model(start: transformers.PreTrainedConfig, task: Task) -> transformers.PreTrainedModel:
+def make_model(start: transformers.PreTrainedConfig, revision: str | None, task: Task) -> transformers.PreTrainedModel:
     """
     The model with a fresh head for the labels that `task` has learnt, in float32, in training mode.
 
     PyTorch's global generator draws the fresh weights; with the option `from_scratch` all weights.
 
     Args:
-        start: the configuration of the model to start from, of `read_start`.
+        start, revision: the configuration and the commit of the model to start from, of `read_start`.
 
     Raises:
         UserError: the weights cannot be loaded, or the encoder's weights are not complete or not finite.
     """
     auto_class, name = getattr(transformers, task.auto_class), task.config.model
     config = copy.deepcopy(start)
-    del config.revision  # which is not saved
     config.update(task.settings)
     if task.config.from_scratch:
         return auto_class.from_config(config, dtype=torch.float32).train()
@@ -129,7 +128,7 @@ def make_model(start: transformers.PreTrainedConfig, task: Task) -> transformers
             dtype=torch.float32,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # of a saved head; those of the encoder are refused below
-            **({"revision": start.revision} if start.revision else {}),  # the commit that the card names
+            **({"revision": revision} if revision else {}),  # the commit that the card names
         )
         encoder = f"{model.base_model_prefix}."
         refuse_first(
