@@ -17,10 +17,11 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from transformers import pipeline
 
-from d2l_bert.folders import content_hash, read_json, short_hash, write_json
+from d2l_bert.folders import content_hash, short_hash, write_json
 from d2l_bert.messages import UserError
 from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RELEASE_FILE, RUN_FILE, render_card
 from d2l_bert.model_cards.figures import FINETUNED_SD, FROM_SCRATCH, formatted, reported_metrics
+from d2l_bert.records import read_record
 from d2l_bert.tokenization.python_docs import required_distributions
 from d2l_bert.tokenization.sources import file_source
 from d2l_bert.training.checkpoint import WEIGHTS_FILE
@@ -115,7 +116,7 @@ def release(
         for file in ("config.json", RUN_FILE, METRICS_FILE, CURVES_FILE, CARD_FILE, RELEASE_FILE, *shipped):
             shutil.copyfile(folder / file, place / file)
         if shipped:  # no code stands beside these weights
-            config = read_json(place / "config.json")
+            config = read_record(place / "config.json")
             write_json(place / "config.json", {name: value for name, value in config.items() if name != "auto_map"})
     if not (place / RELEASE_FILE).exists():
         print(f"{name}: made in {folder}; there is no record to compare with")
@@ -198,7 +199,7 @@ def make(recipe: dict, texts: dict[str, dict], given: dict[str, Path], folder: P
     An evaluation whose texts are not given is left out, which is said.
     """
     check_texts(recipe["pretrain"], texts, given)
-    before = {} if overwrite else read_json(folder / RELEASE_FILE)
+    before = {} if overwrite else read_record(folder / RELEASE_FILE)
     if not before:
         (folder / RELEASE_FILE).unlink(missing_ok=True)
         how = ["--overwrite_output_dir"] if overwrite else ["--resume_from_checkpoint", "latest"]
@@ -235,7 +236,7 @@ def round_weights(recipe: dict, given: dict[str, Path], folder: Path) -> None:
     text = {"corpus": options.get("validation_corpus") or options.get("corpus", ["python-docs"])}
     text["held_out"] = "false" if "validation_corpus" in options else "true"
     run(recipe, "evaluate", folder, *flags(text, given), "--pppl_sentences", 0, "--output", figures)
-    metrics, found = read_json(folder / METRICS_FILE), read_json(figures)["models"][0]["text"]
+    metrics, found = read_record(folder / METRICS_FILE), read_record(figures)["models"][0]["text"]
     figures.unlink()
     metrics |= {f"eval_{name}": value for name, value in found.items() if f"eval_{name}" in metrics}
     fill = pipeline("fill-mask", model=str(folder))
@@ -256,7 +257,7 @@ def finetune(recipe: dict, task: str, texts: dict[str, dict], given: dict[str, P
     """
     if task not in recipe["finetune"]:
         raise UserError(f"{task}: no task of {recipe['name']}; give one of {', '.join(recipe['finetune']) or 'none'}")
-    options, before = recipe["finetune"][task], read_json(folder / RELEASE_FILE)
+    options, before = recipe["finetune"][task], read_record(folder / RELEASE_FILE)
     check_texts(options, texts, given)
     if not before:
         raise UserError(f"output_dir {folder}: there is no model of {recipe['name']}; make it first, without TASK")
@@ -270,8 +271,8 @@ def finetune(recipe: dict, task: str, texts: dict[str, dict], given: dict[str, P
         if not (tuned / METRICS_FILE).exists():
             words = [*flags(options, given), "--from_scratch", from_scratch, "--output_dir", tuned]
             run(recipe, "finetune", folder, *words, "--resume_from_checkpoint", "latest")
-        found.append(read_json(tuned / METRICS_FILE))
-    write_json(folder / METRICS_FILE, {**read_json(folder / METRICS_FILE), **finetuned_entries(task, *found)})
+        found.append(read_record(tuned / METRICS_FILE))
+    write_json(folder / METRICS_FILE, {**read_record(folder / METRICS_FILE), **finetuned_entries(task, *found)})
     write_json(folder / RELEASE_FILE, {**made, "measured": {**before["measured"], f"finetune {task}": options}})
 
 
@@ -370,7 +371,7 @@ def deviations(release: dict, metrics: dict) -> dict[str, float]:
 def compare(folder: Path, place: Path) -> int:
     """Print how the model in a folder compares with its record in `place`; returns the exit code."""
     (recorded, made), (figures, ours) = (
-        [read_json(where / file) for where in (place, folder)] for file in (RELEASE_FILE, METRICS_FILE)
+        [read_record(where / file) for where in (place, folder)] for file in (RELEASE_FILE, METRICS_FILE)
     )
     are_same = recorded["weights_sha256"] == made["weights_sha256"]
     found = "the same bytes as recorded" if are_same else "other bytes than recorded (another CPU, or other versions)"

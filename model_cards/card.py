@@ -12,10 +12,11 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import safe_open
 from transformers.utils import cached_file
 
-from d2l_bert.folders import read_json, write_json
+from d2l_bert.folders import write_json
 from d2l_bert.messages import counted, explained
 from d2l_bert.model_cards import figures
 from d2l_bert.pair_tasks import PAIR_TASKS, unit
+from d2l_bert.records import read_record
 
 
 CARD_FILE = "README.md"
@@ -80,7 +81,7 @@ def render_card(folder: Path, name: str | None = None, parameters: int | None = 
         parameters: the number of weights, for a folder without `model.safetensors`.
     """
     config, record, metrics, release = (
-        read_json(folder / file) for file in ("config.json", RUN_FILE, METRICS_FILE, RELEASE_FILE)
+        read_record(folder / file) for file in ("config.json", RUN_FILE, METRICS_FILE, RELEASE_FILE)
     )
     name, parameters = name or folder.resolve().name, parameters or count_parameters(folder)
     pictures = {CURVES_FILE: "Training curves", **metrics.get("pictures", {})}
@@ -141,7 +142,7 @@ def render_card(folder: Path, name: str | None = None, parameters: int | None = 
             (example["text"] for example in examples),
             key=len,
             default="Paris is the {} of France.".format(
-                read_json(folder / "tokenizer_config.json").get("mask_token", "[MASK]")
+                read_record(folder / "tokenizer_config.json").get("mask_token", "[MASK]")
             ),
         ),
         pipeline_tag=pipeline_tag,
@@ -253,7 +254,7 @@ def carry_card(source: str, folder: Path, name: str, has_figures: bool = True, e
                 shutil.copyfile(found, folder / file)
 
     copy(CARD_FILE, RUN_FILE, CURVES_FILE, *([METRICS_FILE] if has_figures else []))
-    metrics = read_json(folder / METRICS_FILE)
+    metrics = read_record(folder / METRICS_FILE)
     copy(*metrics.get("pictures", {}))
     if export:
         write_json(folder / METRICS_FILE, {**metrics, "export": export})

@@ -8,11 +8,12 @@ from pathlib import Path
 import transformers
 from huggingface_hub import ModelCard
 
-from d2l_bert.folders import content_hash, read_json
+from d2l_bert.folders import content_hash
 from d2l_bert.messages import UserError, explained, reading_model, refuse_first
 from d2l_bert.model_cards import card as cards
 from d2l_bert.model_cards.config import check_license
 from d2l_bert.modeling import configuration_d2l_bert, conversion, export, modeling_d2l_bert
+from d2l_bert.records import read_record
 from d2l_bert.tokenization.wordpiece import pieces, stock_tokenizer
 
 
@@ -69,7 +70,7 @@ def check_code(folder: Path):
     Returns:
         The configuration and the class of the model: Transformers' own for a stock BERT, which needs no code.
     """
-    content, save_again = read_json(folder / "config.json"), "d2l_bert.modeling.conversion.save_model"
+    content, save_again = read_record(folder / "config.json"), "d2l_bert.modeling.conversion.save_model"
     kind, modules = content.get("model_type"), {"d2l-bert": modeling_d2l_bert, "bert": transformers}
     if kind not in modules:
         raise UserError(
@@ -103,7 +104,7 @@ def check_tokenizer(folder: Path, config: transformers.PreTrainedConfig) -> None
     A model may have more entries than its tokenizer: many BERTs have a vocabulary padded to a multiple of 8 or 64.
     """
     way_out = "save the tokenizer that the model was trained with into the folder"
-    settings, vocabulary = read_json(folder / "tokenizer_config.json"), folder / "vocab.txt"
+    settings, vocabulary = read_record(folder / "tokenizer_config.json"), folder / "vocab.txt"
     kind = settings.get("tokenizer_class")
     if kind not in STOCK_TOKENIZERS or settings.get("auto_map") or not (folder / "tokenizer.json").is_file():
         raise UserError(
@@ -134,7 +135,7 @@ def check_weights(folder: Path, model_class) -> None:
     """
     with reading_model(str(folder)):
         _, missing, unexpected = conversion.load_and_compare(model_class, str(folder), use_safetensors=True)
-    release = read_json(folder / cards.RELEASE_FILE)
+    release = read_record(folder / cards.RELEASE_FILE)
     cases = {
         f"the weights and the model of config.json differ ({name} is in one of both); save the model there again": True
         for name in sorted(missing | unexpected)
@@ -152,7 +153,7 @@ def check_weights(folder: Path, model_class) -> None:
     onnx, again = folder / export.FLOAT, "export the model again, or delete the folder onnx"
     if onnx.exists():
         with explained(f"{onnx}: cannot be checked", f"{again}; pip install 'd2l-bert[onnx]'", Exception):
-            model, *_ = export.read_for_task(str(folder), read_json(folder / cards.METRICS_FILE)["export"]["task"])
+            model, *_ = export.read_for_task(str(folder), read_record(folder / cards.METRICS_FILE)["export"]["task"])
             difference = conversion.largest_difference(model, export.OnnxModel(onnx, model.config))
         if not difference < 1e-3:
             raise UserError(f"{onnx}: its outputs differ from the model's by {difference:.1e}; {again}")

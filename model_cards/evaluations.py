@@ -8,6 +8,7 @@ from d2l_bert import folders
 from d2l_bert.messages import refuse_first, writing
 from d2l_bert.model_cards import card as cards
 from d2l_bert.model_cards.figures import BLIMP, BLIMP_PHENOMENON, evaluated_metrics
+from d2l_bert.records import read_record
 
 
 # What EVALUATION.md renders, and where a card that has no such section gets it: before its limits, or at its end.
@@ -27,7 +28,7 @@ def check_updatable(name: str) -> None:
             card and is of another kind of model than those that d2l-bert has a card for.
     """
     folder = Path(name)
-    kind, has_card = folders.read_json(folder / "config.json").get("model_type"), (folder / cards.CARD_FILE).exists()
+    kind, has_card = read_record(folder / "config.json").get("model_type"), (folder / cards.CARD_FILE).exists()
     refuse_first(
         {
             "is no folder here; leave update_card out, or give a model's folder": not folder.is_dir(),
@@ -38,7 +39,7 @@ def check_updatable(name: str) -> None:
         },
         f"update_card: {name} ",
     )
-    folders.read_json(folder / cards.METRICS_FILE)
+    read_record(folder / cards.METRICS_FILE)
     cards.read_card(folder)
 
 
@@ -57,7 +58,7 @@ def update_folder(folder: Path, text: str | None, figures: dict | None, blimp: d
     Raises:
         UserError: the card cannot be read, or the folder cannot be written.
     """
-    before = folders.read_json(folder / cards.METRICS_FILE)
+    before = read_record(folder / cards.METRICS_FILE)
     earlier = rf"eval/{re.escape(text or '')}/\w+" + (r"|eval_blimp_.*" if blimp is not None else "")
     metrics = {key: value for key, value in before.items() if not re.fullmatch(earlier, key, re.DOTALL)}
     metrics |= {f"eval/{text}/{name}": value for name, value in (figures or {}).items() if value is not None}
@@ -76,7 +77,7 @@ def update_folder(folder: Path, text: str | None, figures: dict | None, blimp: d
         folders.write_json(folder / cards.METRICS_FILE, metrics)
         card = cards.read_card(folder)
         kept = [result for result in card.data.eval_results or [] if result.metric_name not in names]
-        found = cards.eval_results(metrics, folders.read_json(folder / cards.RUN_FILE), None)
+        found = cards.eval_results(metrics, read_record(folder / cards.RUN_FILE), None)
         card.data.eval_results = kept + [result for result in found if result.metric_name in names]
         card.data.model_name = card.data.model_name or folder.resolve().name
         place = SECTION if re.search(SECTION, card.text, re.DOTALL) else PLACE

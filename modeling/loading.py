@@ -13,8 +13,9 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from d2l_bert.folders import content_hash, read_json, short_hash
+from d2l_bert.folders import content_hash, short_hash
 from d2l_bert.messages import reading_model, refuse_first
+from d2l_bert.records import read_record
 from d2l_bert.tokenization.existing_tokenizers import read_tokenizer
 
 from .conversion import load_and_compare
@@ -109,10 +110,10 @@ def load_encoder(name: str, **options) -> tuple[PreTrainedModel, PreTrainedToken
     return model, tokenizer
 
 
-def read_record(name: str) -> dict:
+def read_run_record(name: str) -> dict:
     """The `run_config.json` beside a model, a folder or an id on the Hub; empty if there is none."""
     path = cached_file(name, "run_config.json", _raise_exceptions_for_missing_entries=False)
-    return read_json(Path(path)) if path else {}
+    return read_record(Path(path)) if path else {}
 
 
 def hash_of_model(folder: str | Path) -> str:

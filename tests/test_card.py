@@ -11,10 +11,10 @@ from judged_models import write_pairs
 
 from d2l_bert import D2lBertForPreTraining
 from d2l_bert.__main__ import main
-from d2l_bert.folders import read_json
 from d2l_bert.model_cards.card import count_parameters, portable, render_card
 from d2l_bert.model_cards.checks import check_card
 from d2l_bert.model_cards.evaluations import update_folder
+from d2l_bert.records import read_record
 
 
 FILES = ("config.json", "run_config.json", "metrics.json")
@@ -23,7 +23,7 @@ FILES = ("config.json", "run_config.json", "metrics.json")
 @pytest.fixture
 def facts(trained):
     """The contents of config.json, run_config.json and metrics.json of a run, for a test to change."""
-    return [read_json(trained / name) for name in FILES]
+    return [read_record(trained / name) for name in FILES]
 
 
 @pytest.fixture
@@ -226,11 +226,11 @@ def card_figures(folder):
 
 def test_the_command_updates_a_runs_folder_which_can_be_published(folder, tmp_path):
     texts, pairs = write_books(tmp_path / "others", count=3, seed=5), write_pairs(tmp_path / "pairs")
-    own = read_json(folder / "metrics.json")
+    own = read_record(folder / "metrics.json")
     options = [f"--corpus={texts}", "--pppl_sentences=4", f"--blimp={pairs}", "--update_card"]
     output = tmp_path / "figures.json"
     assert main(["evaluate", str(folder), *options, f"--output={output}"]) == 0
-    figures, metrics = json.loads(output.read_text())["models"][0], read_json(folder / "metrics.json")
+    figures, metrics = json.loads(output.read_text())["models"][0], read_record(folder / "metrics.json")
     assert own.items() <= metrics.items() and metrics["eval/others/mlm_loss"] == figures["text"]["mlm_loss"]
     assert metrics["eval_blimp_accuracy"] == figures["blimp"]["accuracy"]
     check_card(folder)
@@ -247,7 +247,7 @@ def test_later_figures_replace_those_of_the_same_text_alone(folder):
     update_folder(folder, "books two", TEXT, None)
     sop = {name.replace("nsp", "sop"): value for name, value in TEXT.items()}
     update_folder(folder, "books", {**sop, "mlm_loss": 2.5, "pair_task": "sop"}, None)
-    metrics, (in_metadata, rows, text) = read_json(folder / "metrics.json"), card_figures(folder)
+    metrics, (in_metadata, rows, text) = read_record(folder / "metrics.json"), card_figures(folder)
     assert metrics["eval/books/mlm_loss"] == 2.5 and "eval/books/nsp_loss" not in metrics
     assert metrics["eval/books two/mlm_loss"] == 3.21 and metrics["eval_blimp_accuracy"] == 0.6
     assert in_metadata["MLM loss on books"] == 2.5 and "NSP loss on books" not in in_metadata

@@ -16,11 +16,11 @@ from transformers import AutoTokenizer, BertConfig
 
 import d2l_bert
 from d2l_bert.__main__ import main
-from d2l_bert.folders import read_json
 from d2l_bert.model_cards.card import render_card
 from d2l_bert.modeling.conversion import read_model
 from d2l_bert.modeling.d2l_checkpoints import d2l_tokenizer, from_d2l, read_d2l, to_d2l
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertPooler
+from d2l_bert.records import read_record
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def test_the_books_vocabulary_becomes_a_tokenizer_with_the_same_ids(tmp_path):
     expected = [words.index(word if word in words else "<unk>") for word in pair]
     d2l_bert.D2lBertForMaskedLM(d2l_bert.D2lBertConfig(vocab_size=len(words))).save_pretrained(tmp_path)
     d2l_bert.tokenization.wordpiece.save_tokenizer(tokenizer, tmp_path)
-    assert read_json(tmp_path / "tokenizer_config.json")["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert read_record(tmp_path / "tokenizer_config.json")["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert 'fill("Paris is the <mask> of France.")' in render_card(tmp_path)
     for each in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
         encoded = each(first, second)
@@ -271,7 +271,7 @@ def test_a_bert_that_ours_cannot_express_or_that_does_not_fit_its_config_is_refu
 ):
     bert = stock("ForPreTraining")
     save(bert, tmp_path / "bert", {name: value for name, value in bert.state_dict().items() if drop not in name})
-    (tmp_path / "bert/config.json").write_text(json.dumps({**read_json(tmp_path / "bert/config.json"), **config}))
+    (tmp_path / "bert/config.json").write_text(json.dumps({**read_record(tmp_path / "bert/config.json"), **config}))
     said = fails("convert", tmp_path / "bert", tmp_path / "out", "--from=bert")
     assert all(word in said for word in words), said
     assert os.listdir(tmp_path) == ["bert"]

@@ -19,9 +19,9 @@ from transformers import AutoTokenizer, pipeline
 
 import d2l_bert
 from d2l_bert.__main__ import main
-from d2l_bert.folders import read_json
 from d2l_bert.modeling.config import TASKS
 from d2l_bert.modeling.export import read_for_task
+from d2l_bert.records import read_record
 
 
 FLOAT, INT8 = "onnx/model.onnx", "onnx/model_quantized.onnx"
@@ -91,7 +91,7 @@ def test_every_file_gives_the_outputs_of_the_model(task, trained, tmp_path):
 @pytest.mark.slow
 def test_one_head_of_a_pretrained_model_is_exported_alone(trained, tmp_path):
     folder = export(trained, tmp_path / "nsp", "--task=next-sentence-prediction")
-    assert read_json(folder / "config.json")["id2label"] == {"0": "IsNext", "1": "NotNext"}
+    assert read_record(folder / "config.json")["id2label"] == {"0": "IsNext", "1": "NotNext"}
     encoded = AutoTokenizer.from_pretrained(trained)(*TEXTS, return_tensors="pt")
     model = d2l_bert.D2lBertForNextSentencePrediction.from_pretrained(trained).eval()
     with torch.no_grad():

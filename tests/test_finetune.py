@@ -19,9 +19,9 @@ from publishing import published
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel, Trainer, pipeline
 
 from d2l_bert.__main__ import main
-from d2l_bert.folders import read_json
 from d2l_bert.model_cards import card, pictures
 from d2l_bert.model_cards.figures import shown_metric
+from d2l_bert.records import read_record
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.finetuning import metrics
 
@@ -44,11 +44,11 @@ def tuned(trained, files, tmp_path_factory):
 
 
 def test_the_card_names_the_base_model_the_data_and_the_command(tuned, trained):
-    card, record = (tuned / "README.md").read_text(), read_json(tuned / "run_config.json")
+    card, record = (tuned / "README.md").read_text(), read_record(tuned / "run_config.json")
     assert "base_model" not in card.split("---")[1] and str(trained) not in card and "confusion_matrix.png" in card
     for made_of in (record["base_model"], *record["data"]["splits"].values()):
         assert f"fingerprint `{made_of['fingerprint']}`" in card
-    assert f"| test accuracy | {100 * read_json(tuned / 'metrics.json')['test_accuracy']:.1f} % |" in card
+    assert f"| test accuracy | {100 * read_record(tuned / 'metrics.json')['test_accuracy']:.1f} % |" in card
     assert "d2l-bert finetune model --task text-classification --train_file train.csv" in card
 
 
@@ -61,7 +61,7 @@ def test_a_model_of_the_hub_is_recorded_with_its_commit(trained, files, here, tm
         command, env=environment(here, tmp_path, TOKEN), cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    record, (commit, *_) = read_json(tmp_path / "out" / "run_config.json"), here.commits("someone/bert")
+    record, (commit, *_) = read_record(tmp_path / "out" / "run_config.json"), here.commits("someone/bert")
     assert record["base_model"]["name"] == "someone/bert" and record["base_model"]["revision"] == commit
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert (card.data.base_model, card.data.base_model_relation) == ("someone/bert", "finetune")
@@ -81,7 +81,7 @@ def test_stock_bert_is_fine_tuned_and_published(trained, files, tmp_path, here):
     options = ["--task=classification", *files, *FAST, "--num_train_epochs=12"]
     assert finetune(tmp_path / "bert", tmp_path / "out", *options)["test_accuracy"] > 0.9
     assert pipeline("text-classification", model=str(tmp_path / "out"))("Then Anna sold.")[0]["label"] in PEOPLE
-    assert read_json(tmp_path / "out" / "run_config.json")["dropout"]["hidden_dropout_prob"] == 0
+    assert read_record(tmp_path / "out" / "run_config.json")["dropout"]["hidden_dropout_prob"] == 0
     assert main(["publish", str(tmp_path / "out"), "someone/stock", "--license=mit"]) == 0
     files = published(here, "someone/stock")
     assert set(files) == LEFT - {"predictions.csv", "configuration_d2l_bert.py", "modeling_d2l_bert.py"}
@@ -192,7 +192,7 @@ def test_rates_and_seeds_that_diverge_are_left_out(trained, tmp_path, diverging,
 
 
 def test_the_class_that_f1_is_of_is_named_and_the_report_has_each_class(tuned, trained, files, capsys):
-    metrics, card = read_json(tuned / "metrics.json"), (tuned / "README.md").read_text()
+    metrics, card = read_record(tuned / "metrics.json"), (tuned / "README.md").read_text()
     assert metrics["f1_of"] == "boris" and metrics["best_metric"] == "accuracy"
     rows, report = read_csv(tuned / "predictions.csv"), metrics["classification_report"]["test"]
     for name in ("anna", "boris"):
@@ -207,9 +207,9 @@ def test_the_class_that_f1_is_of_is_named_and_the_report_has_each_class(tuned, t
 
 def test_of_equal_checkpoints_that_of_the_lower_loss_is_kept(tuned):
     for path in (tuned / "attempts").glob("*/result.json"):
-        rows = [row for row in read_json(path)["log"] if "eval_loss" in row]
+        rows = [row for row in read_record(path)["log"] if "eval_loss" in row]
         best = max(rows, key=lambda row: (row["eval_accuracy"], -row["eval_loss"]))
-        assert read_json(path)["best_step"] == best["step"]
+        assert read_record(path)["best_step"] == best["step"]
         assert best["step"] > min(row["step"] for row in rows if row["eval_accuracy"] == best["eval_accuracy"])
 
 
@@ -255,7 +255,7 @@ def test_conllu_is_read_and_the_usual_tag_of_each_word_stands_beside_the_figures
         options.append(f"--{split}_file={tmp_path / split}.conllu")
     out = tmp_path / "out"
     metrics = finetune(trained, out, "--task=token-classification", *options, "--max_steps=1")
-    assert read_json(out / "run_config.json")["learnt"]["classes"] == ["DET", "NOUN", "VERB"]
+    assert read_record(out / "run_config.json")["learnt"]["classes"] == ["DET", "NOUN", "VERB"]
     known = metrics["know_nothing"]
     assert known["test"]["figures"] == pytest.approx({"accuracy": 2 / 3})
     assert known["validation"]["figures"] == {"accuracy": 1.0}
@@ -271,7 +271,7 @@ def test_losses_are_means_over_labels_however_rows_are_batched(task, rows, train
         ways = {"train_batch_size": rows_at_once, "eval_batch_size": rows_at_once}
         way = [f"--per_device_{name}={count}" for name, count in ways.items()]
         finetune(trained, tmp_path / str(batches), *options, *way, f"--gradient_accumulation_steps={batches}")
-        logs.append(read_json(next((tmp_path / str(batches)).glob("attempts/*/result.json")))["log"])
+        logs.append(read_record(next((tmp_path / str(batches)).glob("attempts/*/result.json")))["log"])
     for one, other in zip(*logs, strict=True):
         for key in one.keys() & {"loss", "eval_loss"}:
             assert other[key] == pytest.approx(one[key], rel=1e-4)

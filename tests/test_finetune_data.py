@@ -12,7 +12,7 @@ from text_sources import write_table
 from transformers import AutoTokenizer
 
 from d2l_bert import D2lBertForSequenceClassification
-from d2l_bert.folders import read_json
+from d2l_bert.records import read_record
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.trainer import make_model, read_start
@@ -370,7 +370,7 @@ def finished(trained, command, tmp_path_factory):
 
 def test_a_new_run_deletes_only_what_a_run_writes(finished, tmp_path):
     folder = shutil.copytree(finished, tmp_path / "out")
-    pictures = read_json(folder / "metrics.json")["pictures"]
+    pictures = read_record(folder / "metrics.json")["pictures"]
     notes = [folder / "notes.txt", folder / "plots" / "mine.png", folder / "runs" / "mine" / "log"]
     for note in notes:
         note.parent.mkdir(parents=True, exist_ok=True)
@@ -389,7 +389,7 @@ def test_a_finished_run_is_replaced_or_gets_further_seeds(finished, command, tra
     folder, go_on = shutil.copytree(finished, tmp_path / "out"), "--resume_from_checkpoint=latest"
     line = fails("finetune", trained, *command, f"--output_dir={folder}")
     assert "--resume_from_checkpoint latest" in line and "replace it with --overwrite_output_dir" in line
-    before, weights = read_json(folder / "metrics.json"), (folder / "model.safetensors").read_bytes()
+    before, weights = read_record(folder / "metrics.json"), (folder / "model.safetensors").read_bytes()
     metrics = finetune(trained, folder, *command, "--num_seeds=3", go_on)
     assert metrics["seeds"][0] == before["seeds"][0] and len(metrics["seeds"]) == 3
     best = max(metrics["seeds"], key=lambda seed: (seed["validation"]["accuracy"], -seed["validation"]["loss"]))

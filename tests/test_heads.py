@@ -23,9 +23,10 @@ from transformers import (
 import d2l_bert
 from d2l_bert import D2lBertConfig, PretrainingLoss
 from d2l_bert.__main__ import main
-from d2l_bert.folders import read_json, write_json
+from d2l_bert.folders import write_json
 from d2l_bert.modeling.conversion import from_bert, longest_input
 from d2l_bert.pair_tasks import PAIR_TASKS
+from d2l_bert.records import read_record
 
 
 @every_head
@@ -189,7 +190,7 @@ def test_a_step_without_pair_labels_trains_on_its_masked_tokens(tmp_path):
 
 def test_two_texts_are_answered_in_the_labels_of_what_the_model_was_trained_to_tell(trained, tmp_path, capsys):
     """A model of SOP, by its record, tells the order; the same probabilities as NSP's for the two labels."""
-    record, shares = read_json(trained / "run_config.json"), []
+    record, shares = read_record(trained / "run_config.json"), []
     for objective in ("nsp", "sop"):
         folder = tmp_path / objective
         shutil.copytree(trained, folder, ignore=shutil.ignore_patterns("checkpoint-*"))

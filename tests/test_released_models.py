@@ -21,9 +21,10 @@ from benchmarks.release import RELEASES, flags, read_recipe, texts_of
 from d2l_bert import D2lBertForPreTraining, D2lBertModel
 from d2l_bert.__main__ import main, make_parser
 from d2l_bert.commands import resolve_pretrain
-from d2l_bert.folders import content_hash, read_json, short_hash, write_json
+from d2l_bert.folders import content_hash, short_hash, write_json
 from d2l_bert.messages import UserError
 from d2l_bert.model_cards.card import render_card
+from d2l_bert.records import read_record
 from d2l_bert.tokenization.sources import file_source
 
 
@@ -41,7 +42,7 @@ def place(request):
 @pytest.fixture
 def files(place):
     """The contents of its JSON files."""
-    return [read_json(place / name) for name in JSON_FILES]
+    return [read_record(place / name) for name in JSON_FILES]
 
 
 def test_every_release_has_a_recipe_whose_options_are_known():
@@ -108,7 +109,7 @@ SHIPPED = [place for place in RECORDED if (place / "model.safetensors").exists()
 
 @pytest.mark.parametrize("place", SHIPPED, ids=lambda folder: folder.name)
 def test_the_shipped_model_is_that_of_its_record_and_fills_masks_as_its_card_says(place):
-    release, metrics = read_json(place / "release.json"), read_json(place / "metrics.json")
+    release, metrics = read_record(place / "release.json"), read_record(place / "metrics.json")
     assert content_hash(place / "model.safetensors") == release["weights_sha256"] != release["float32_sha256"]
     model = D2lBertForPreTraining.from_pretrained(place)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -254,7 +255,7 @@ def test_a_model_is_recorded_made_again_to_the_byte_and_published(root, given, t
         *("README.md", "config.json", "metrics.json", "release.json", "release.toml", "run_config.json"),
         "training_curves.png",
     }
-    record, card = read_json(place / "release.json"), (place / "README.md").read_text()
+    record, card = read_record(place / "release.json"), (place / "README.md").read_text()
     git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
     head = subprocess.run(git, capture_output=True, text=True).stdout.strip()  # nothing outside of a checkout
     assert (record["commit"] or "") == head
@@ -297,26 +298,26 @@ def test_a_task_is_fine_tuned_beside_the_same_architecture_from_scratch(root, gi
         make(root, {"BOOKS": given["BOOKS"]}, folder)
         make(root, {"TABLES": given["TABLES"]}, folder, task="places", record=True)
     assert [words[words.index("--from_scratch") + 1] for words in in_process[2:]] == ["false", "true"]
-    metrics = read_json(folder / "metrics.json")
+    metrics = read_record(folder / "metrics.json")
     for ending, words in zip(("", ":from_scratch"), in_process[2:], strict=True):
-        tuned = read_json(Path(words[words.index("--output_dir") + 1]) / "metrics.json")
+        tuned = read_record(Path(words[words.index("--output_dir") + 1]) / "metrics.json")
         values = [seed["test"]["accuracy"] for seed in tuned["seeds"]]
         assert metrics[f"finetune/places/test_accuracy{ending}"] == pytest.approx(statistics.fmean(values))
         assert metrics[f"finetune/places/test_accuracy{ending}:sd"] == pytest.approx(statistics.stdev(values))
     assert "| places: test accuracy | " in (root / NAME / "README.md").read_text()
     recipe.write_text(recipe.read_text().replace("num_seeds = 2", "num_seeds = 3"))
     make(root, {"TABLES": given["TABLES"]}, folder, task="places")
-    assert read_json(folder / "metrics.json")["finetune/places/seeds"] == 3, "other options are other trainings"
+    assert read_record(folder / "metrics.json")["finetune/places/seeds"] == 3, "other options are other trainings"
 
 
 @pytest.mark.slow
 def test_weights_in_the_repository_are_rounded_and_its_figures_are_theirs(root, given, tmp_path, in_process):
     place, folder, recipe = root / NAME, tmp_path / "made", root / NAME / "release.toml"
     assert make(root, given, folder) == 0
-    exact, before = load_file(folder / "model.safetensors"), read_json(folder / "release.json")
+    exact, before = load_file(folder / "model.safetensors"), read_record(folder / "release.json")
     recipe.write_text(recipe.read_text().replace("seed = 3", "seed = 3\nships_weights = true"))
     assert make(root, given, folder, overwrite=True, record=True) == 0
-    record, metrics = read_json(place / "release.json"), read_json(place / "metrics.json")
+    record, metrics = read_record(place / "release.json"), read_record(place / "metrics.json")
     assert record["float32_sha256"] == before["weights_sha256"] != record["weights_sha256"]
     shipped = load_file(place / "model.safetensors")
     assert all(tensor.dtype == torch.bfloat16 for tensor in shipped.values())
@@ -332,7 +333,7 @@ def test_weights_in_the_repository_are_rounded_and_its_figures_are_theirs(root, 
         tmp_path / "f.json",
     ]
     assert main(["evaluate", *map(str, [place, *options])]) == 0
-    (found,) = read_json(tmp_path / "f.json")["models"]
+    (found,) = read_record(tmp_path / "f.json")["models"]
     assert metrics["eval_mlm_loss"] == pytest.approx(found["text"]["mlm_loss"], abs=1e-5)
     # Nothing of the code stands there, and nothing asks for it.
     AutoModelForMaskedLM.from_pretrained(place, trust_remote_code=True)

@@ -14,8 +14,9 @@ from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase, 
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import cached_file
 
-from d2l_bert.folders import read_json, short_hash, write_json
+from d2l_bert.folders import short_hash, write_json
 from d2l_bert.messages import UserError, shortened
+from d2l_bert.records import read_record
 from d2l_bert.tokenization.rules import (
     LONGEST_WORD,
     Rules,
@@ -291,7 +292,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder) -> None:
     """
     tokenizer.save_pretrained(folder)
     config = Path(folder) / "tokenizer_config.json"
-    settings = read_json(config)
+    settings = read_record(config)
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(settings.get("extra_special_tokens"), list):

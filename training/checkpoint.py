@@ -17,6 +17,7 @@ from d2l_bert import folders
 from d2l_bert.messages import GO_ON, UserError, explained
 from d2l_bert.model_cards import card
 from d2l_bert.modeling.conversion import save_model
+from d2l_bert.records import read_record
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.devices import on_main
 
@@ -217,7 +218,7 @@ class WordSaver:
         run; those that were saved before the checkpoint to resume from stay.
         """
         for file in [*self.folder.glob(f"{PREFIX}*/{WORDS_FILE}")]:
-            if folders.read_json(file)["words"] in self.waiting or not self.seen:
+            if read_record(file)["words"] in self.waiting or not self.seen:
                 delete(file.parent)
 
     def save_due(self, step: int) -> None:

@@ -24,6 +24,7 @@ from d2l_bert.modeling.conversion import save_model
 from d2l_bert.modeling.loading import hash_of_model
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM
 from d2l_bert.pair_tasks import pair_task
+from d2l_bert.records import read_record
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, dataset_and_config
 from d2l_bert.tokenization.prepared_folder import PreparedText, corpus_is_prepared
@@ -68,7 +69,7 @@ def check_output_folder(run, folder: Path, start: str | None, is_finetuning: boo
     of_killed_runs = {folders.LOCK_FILE, folders.hidden(Path(card.RUN_FILE)).name}
     entries = {path.name for path in folder.iterdir()} - of_killed_runs
     source, resumed = Path(start or "").resolve(), run.resume_from_checkpoint
-    of_finetuning = "finetune" in folders.read_json(folder / card.RUN_FILE)
+    of_finetuning = "finetune" in read_record(folder / card.RUN_FILE)
     is_named, is_kept = resumed not in (None, "latest"), not run.overwrite_output_dir
     ways_out = "replace it with --overwrite_output_dir, or name another folder"
     cases = {
@@ -234,7 +235,7 @@ def enter_finetuning(config, folder: Path, record: dict, stack: contextlib.ExitS
     stack.enter_context(folders.locked_folder(folder))
     stack.enter_context(writing(folder, f", and {GO_ON}"))
     check_output_folder(config, folder, config.model, is_finetuning=True)
-    if before := folders.read_json(folder / card.RUN_FILE) if config.resume_from_checkpoint else {}:
+    if before := read_record(folder / card.RUN_FILE) if config.resume_from_checkpoint else {}:
         # Rows that are not given now have no fingerprint.
         now = {**dict.fromkeys(before["identity"]), **record["identity"]}
         check_identity(before["identity"], now, f"output_dir {folder}")

@@ -1,4 +1,4 @@
-"""Folders and files written atomically: complete or not at all; hashes; JSON files; locks; the cache."""
+"""Folders and files written atomically: complete or not at all; hashes; locks; the cache."""
 
 import contextlib
 import hashlib
@@ -14,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from huggingface_hub import constants
 
-from d2l_bert.messages import READ_ERRORS, UserError, explained, refuse_first, writing
+from d2l_bert.messages import UserError, explained, refuse_first, writing
 
 
 logger = logging.getLogger(__name__)
@@ -160,22 +160,6 @@ def write_json(path: Path, content: dict) -> None:
     """Write a JSON file atomically: a reader finds the old file or the new one, never a part."""
     with atomic_file(path) as partial:
         partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def read_json(path: Path) -> dict:
-    """
-    The object in a JSON file; an empty dict if the file does not exist.
-
-    Raises:
-        UserError: the file cannot be read, or holds something else than a JSON object.
-    """
-    if not path.is_file():
-        return {}
-    with explained(f"{path}: cannot be read", "take it out, or put the right one back", *READ_ERRORS, RecursionError):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("it holds no JSON object")
-    return content
 
 
 # ---------------------------------------------------------------------------------------------------------------------

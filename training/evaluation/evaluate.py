@@ -17,6 +17,7 @@ from pyarrow import csv
 from d2l_bert import folders, messages
 from d2l_bert.model_cards import card, evaluations
 from d2l_bert.pair_tasks import PAIR_TASKS
+from d2l_bert.records import read_record
 from d2l_bert.tokenization import account, sources
 from d2l_bert.training import devices
 from d2l_bert.training.config import PretrainConfig
@@ -267,7 +268,7 @@ def table_of_runs(models: Sequence[masked_models.MaskedModel], results: list[dic
     """
     groups, rows = {}, []
     for model, measured in zip(models, results, strict=True):
-        metrics = folders.read_json(Path(model.name, card.METRICS_FILE))
+        metrics = read_record(Path(model.name, card.METRICS_FILE))
         if "run" in model.record and metrics:
             same = {name: model.record["run"].get(name) for name in PretrainConfig().identity() if name != "seed"}
             same |= model.record["architecture"]

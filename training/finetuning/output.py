@@ -70,7 +70,9 @@ def make_record(run) -> dict:
             "base_model": {
                 **base,
                 "model_type": run.model_config.model_type,
-                "language": loading.read_record(config.model).get("run", {}).get("language") if fingerprint else None,
+                "language": loading.read_run_record(config.model).get("run", {}).get("language")
+                if fingerprint
+                else None,
             },
             "data": {
                 "splits": {

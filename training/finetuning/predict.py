@@ -32,7 +32,7 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
             output cannot be written. No file is left.
     """
     config.check()
-    record, target = loading.read_record(name), Path(config.output)
+    record, target = loading.read_run_record(name), Path(config.output)
     messages.refuse_first(
         {
             f"{name}: there is no such model, or no run_config.json of d2l-bert finetune says what it predicts; give "

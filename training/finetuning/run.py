@@ -14,6 +14,7 @@ from d2l_bert import folders, messages
 from d2l_bert.model_cards import publish
 from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.modeling import conversion
+from d2l_bert.records import read_record
 from d2l_bert.training import devices, log, run_folder
 from d2l_bert.training.checkpoint import checkpoints
 from d2l_bert.training.finetuning import metrics, output, splits, trainer
@@ -171,7 +172,7 @@ class Run:
             there are no metrics and no model.
         """
         folder, config, task = self.folder_of(rate, seed), self.config, self.task
-        if (result := folders.read_json(folder / RESULT_FILE)) != {}:
+        if (result := read_record(folder / RESULT_FILE)) != {}:
             return result
         checkpoint, before = devices.on_main(trainer.last_checkpoint, folder)
         arguments = self.arguments(rate, seed)
@@ -247,4 +248,4 @@ def _keep(folder, model, result):
     folders.write_json(folder / RESULT_FILE, result)
     for checkpoint in checkpoints(folder):
         shutil.rmtree(checkpoint)
-    return folders.read_json(folder / RESULT_FILE)
+    return read_record(folder / RESULT_FILE)

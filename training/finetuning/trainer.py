@@ -15,6 +15,7 @@ from d2l_bert import folders
 from d2l_bert.messages import reading_model, refuse_first
 from d2l_bert.model_cards.figures import shown_metric
 from d2l_bert.modeling import conversion, loading
+from d2l_bert.records import read_record
 from d2l_bert.training.checkpoint import checkpoints
 from d2l_bert.training.finetuning import multiple_choice, question_answering, text_classification, token_classification
 from d2l_bert.training.finetuning.config import FinetuneConfig
@@ -314,4 +315,4 @@ class Checkpoints(transformers.TrainerCallback):
 def last_checkpoint(folder: Path) -> tuple[str | None, float]:
     """The complete checkpoint of most steps in the folder of one model, and the seconds to it; None and 0 without."""
     complete = [path for path in checkpoints(folder) if (path / COMPLETE_FILE).is_file()]
-    return (str(complete[-1]), folders.read_json(complete[-1] / COMPLETE_FILE)["seconds"]) if complete else (None, 0.0)
+    return (str(complete[-1]), read_record(complete[-1] / COMPLETE_FILE)["seconds"]) if complete else (None, 0.0)

@@ -41,7 +41,7 @@ def next_sentence(model: str, first: str, second: str) -> str:
     """
     loaded, tokenizer, _ = load(AutoModelForNextSentencePrediction, model)
     with messages.reading_model(model):
-        objective = loading.read_record(model).get("run", {}).get("objective")
+        objective = loading.read_run_record(model).get("run", {}).get("objective")
     task = pair_tasks.PAIR_TASKS["sop" if objective == "sop" else "nsp"]
     predict = pair_tasks.NextSentencePredictionPipeline(model=loaded, tokenizer=tokenizer)
     labels = dict(zip(loaded.config.id2label.values(), task.labels, strict=True))

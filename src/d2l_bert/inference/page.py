@@ -5,6 +5,7 @@ from pathlib import Path
 
 from d2l_bert import folders, messages
 from d2l_bert.modeling.export import INT8
+from d2l_bert.records import read_record
 
 
 # The version of transformers.js that the page was tried with. It brings the ONNX Runtime that it was built with.
@@ -46,8 +47,8 @@ def write_page(exported: Path, name: str, folder: Path) -> None:
     Raises:
         UserError: the model is for another task than those of `PAGE_TASKS`, or has more than one class for a text.
     """
-    metrics = folders.read_json(exported / "metrics.json")
-    task, problem = metrics["export"]["task"], folders.read_json(exported / "config.json").get("problem_type")
+    metrics = read_record(exported / "metrics.json")
+    task, problem = metrics["export"]["task"], read_record(exported / "config.json").get("problem_type")
     messages.refuse_first(
         {
             f"a page shows {' or '.join(PAGE_TASKS)}, not {task}; leave --page out": task not in PAGE_TASKS,

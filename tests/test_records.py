@@ -1,0 +1,100 @@
+"""Records of strangers: what is not of the declared type is one line; names that leave their folder are refused."""
+
+import json
+import os
+import typing
+
+import pytest
+
+from d2l_bert.messages import UserError
+from d2l_bert.records import check_type, inside, read_record
+
+
+class Part(typing.TypedDict):
+    size: int
+    note: typing.NotRequired[str | None]
+
+
+class Record(typing.TypedDict, total=False):
+    format: typing.Required[typing.Literal[1, 2]]
+    parts: dict[str, Part]
+    shares: list[float]
+
+
+GOOD = {"format": 2, "parts": {"a": {"size": 3, "note": None, "more": []}}, "shares": [1, 0.5], "unknown": {"x": 1}}
+
+
+def test_a_record_of_the_declared_type_is_read_as_it_stands(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(GOOD))
+    assert read_record(tmp_path / "a.json", Record) == GOOD
+    assert read_record(tmp_path / "b.json", Record) == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({}, "lacks the entry 'format'"),
+        ({"format": 3}, "format must be"),
+        ({"format": True}, "format must be"),
+        ({"format": 1, "parts": []}, "parts must be dict"),
+        ({"format": 1, "parts": {"a": {}}}, "parts.a lacks the entry 'size'"),
+        ({"format": 1, "parts": {"a": {"size": 1.5}}}, "parts.a.size must be int"),
+        ({"format": 1, "parts": {"a": {"size": 1, "note": 7}}}, "parts.a.note must be"),
+        ({"format": 1, "shares": [1, "2"]}, r"shares\[1\] must be float"),
+        ({"format": 1, "shares": [True]}, r"shares\[0\] must be float"),
+        ([1], "no JSON object"),
+    ],
+)
+def test_a_record_of_another_type_is_refused_by_the_place(tmp_path, content, said):
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=said):
+        read_record(tmp_path / "a.json", Record)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"format": ' + "[" * 100_000, b'{"format": "\xff"}', "\0"])
+def test_what_is_no_json_is_refused(tmp_path, text):
+    (tmp_path / "a.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError, match="a.json: cannot be read"):
+        read_record(tmp_path / "a.json", Record)
+
+
+def test_a_pipe_a_device_and_a_link_to_nothing_are_no_records(tmp_path):
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "device.json").symlink_to("/dev/zero")
+    (tmp_path / "nothing.json").symlink_to(tmp_path / "none")
+    for name in ("pipe", "device", "nothing"):
+        with pytest.raises(UserError, match="it is no file"):
+            read_record(tmp_path / f"{name}.json")
+
+
+def test_a_value_may_be_anything_only_where_that_is_declared():
+    check_type({"a": [1, {"b": None}]}, object)
+    with pytest.raises(ValueError, match="must be str or None"):
+        check_type(1, str | None, "name")
+
+
+@pytest.mark.parametrize("name", ["", "/etc/passwd", "../a", "b/../../a", "./a", "b//a", "a\0", "..\\a", "C:a", ".."])
+def test_a_name_that_leaves_its_folder_is_refused(tmp_path, name):
+    with pytest.raises(UserError, match="no file in this folder"):
+        inside(tmp_path, name)
+
+
+def test_a_link_that_leaves_its_folder_is_refused_and_those_of_the_hub_s_cache_are_not(tmp_path):
+    secret, folder = tmp_path / "id_rsa", tmp_path / "model"
+    secret.write_text("secret")
+    folder.mkdir()
+    (folder / "picture.png").symlink_to(secret)
+    (folder / "other.png").symlink_to("plain.png")
+    (folder / "plain.png").write_text("")
+    with pytest.raises(UserError, match="leads out of"):
+        inside(folder, "picture.png")
+    assert inside(folder, "other.png").is_file() and inside(folder, "1_Pooling/config.json") is not None
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "blobs").mkdir()
+    (snapshot.parents[1] / "blobs" / "0a").write_text("")
+    (snapshot / "config.json").symlink_to("../../blobs/0a")
+    (snapshot / "stolen.json").symlink_to(secret)
+    assert inside(snapshot, "config.json").is_file()
+    with pytest.raises(UserError, match="leads out of"):
+        inside(snapshot, "stolen.json")
