@@ -10,13 +10,14 @@ import jinja2
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import safe_open
-from transformers.utils import cached_file
 
 from d2l_bert.folders import write_json
-from d2l_bert.messages import counted, explained
+from d2l_bert.messages import UserError, counted, explained
 from d2l_bert.model_cards import figures
+from d2l_bert.modeling.records import Metrics, Release, RunRecord
 from d2l_bert.pair_tasks import PAIR_TASKS, unit
 from d2l_bert.records import read_record
+from d2l_bert.tokenization.model_files import ConfigFile, check_within, find_file
 
 
 CARD_FILE = "README.md"
@@ -24,6 +25,15 @@ RUN_FILE = "run_config.json"
 METRICS_FILE = "metrics.json"
 CURVES_FILE = "training_curves.png"
 RELEASE_FILE = "release.json"
+
+# The name of a picture in a model's folder.
+PICTURE = r"\w[\w .-]*\.(png|jpg|svg)"
+
+# What a card with strange metadata, and a record with entries of strange types, raise where they are read.
+OF_CARDS = (
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError),
+    *(yaml.YAMLError, jinja2.TemplateError),
+)
 
 # The Hub's task (`pipeline_tag`) of each head; it has none for others.
 PIPELINE_TAGS = {
@@ -80,9 +90,8 @@ def render_card(folder: Path, name: str | None = None, parameters: int | None = 
         name: the name of the model, by default the name of the folder.
         parameters: the number of weights, for a folder without `model.safetensors`.
     """
-    config, record, metrics, release = (
-        read_record(folder / file) for file in ("config.json", RUN_FILE, METRICS_FILE, RELEASE_FILE)
-    )
+    config, record = read_record(folder / "config.json", ConfigFile), read_record(folder / RUN_FILE, RunRecord)
+    metrics, release = read_record(folder / METRICS_FILE, Metrics), read_record(folder / RELEASE_FILE, Release)
     name, parameters = name or folder.resolve().name, parameters or count_parameters(folder)
     pictures = {CURVES_FILE: "Training curves", **metrics.get("pictures", {})}
     # A model that was exported without the head that it was fine-tuned with has the card of an encoder.
@@ -226,11 +235,28 @@ def read_card(folder: Path, license: str | None = None) -> ModelCard:
     Raises:
         UserError: the card cannot be read, or its metadata is not valid.
     """
-    path, way_out = folder / CARD_FILE, "fix it, or delete it, and it is written again"
-    with explained(f"{path}: cannot be read", way_out, OSError, ValueError, TypeError, yaml.YAMLError):
-        card = ModelCard(path.read_text(encoding="utf-8-sig") if path.is_file() else render_card(folder))
+    path = folder / CARD_FILE
+    check_within(path, folder)
+    if not path.is_file():
+        card = rendered_card(folder)
+    else:
+        with explained(f"{path}: cannot be read", "fix it, or delete it, and it is written again", *OF_CARDS):
+            card = ModelCard(path.read_text(encoding="utf-8-sig"))
+            card.data.to_yaml()  # metadata that cannot be written again
     card.data.license = license or card.data.license
     return card
+
+
+def rendered_card(folder: Path, name: str | None = None) -> ModelCard:
+    """
+    The card that follows from a folder's records, as `render_card` writes it.
+
+    Raises:
+        UserError: a record has an entry that no card can be written of.
+    """
+    way_out = f"put back the {RUN_FILE}, {METRICS_FILE} and {RELEASE_FILE} that were written there, or take them out"
+    with explained(f"{folder}: no card can be written of its records", way_out, *OF_CARDS):
+        return ModelCard(render_card(folder, name))
 
 
 def carry_card(source: str, folder: Path, name: str, has_figures: bool = True, export: dict | None = None) -> None:
@@ -246,19 +272,28 @@ def carry_card(source: str, folder: Path, name: str, has_figures: bool = True, e
         name: its name in the card.
         has_figures: whether the figures are those of the converted model, too, which may have lost a head.
         export: what `d2l-bert export` has measured.
+
+    Raises:
+        UserError: the source has a record that cannot be read, or one that names a picture outside of its folder.
     """
 
     def copy(*files):
         for file in files:
-            if found := cached_file(source, file, _raise_exceptions_for_missing_entries=False):
+            if found := find_file(source, file):
                 shutil.copyfile(found, folder / file)
 
     copy(CARD_FILE, RUN_FILE, CURVES_FILE, *([METRICS_FILE] if has_figures else []))
-    metrics = read_record(folder / METRICS_FILE)
-    copy(*metrics.get("pictures", {}))
+    metrics = read_record(folder / METRICS_FILE, Metrics)
+    for picture in metrics.get("pictures", {}):
+        if not re.fullmatch(PICTURE, picture):
+            raise UserError(
+                f"{source}: its {METRICS_FILE} names the picture {picture!r:.200}, and a picture is a .png, .jpg or "
+                f".svg in the folder itself; take the name out"
+            )
+        copy(picture)
     if export:
         write_json(folder / METRICS_FILE, {**metrics, "export": export})
-    before, card = read_card(folder).data, ModelCard(render_card(folder, name))
+    before, card = read_card(folder).data, rendered_card(folder, name)
     for field in ("license", "language", "datasets", "base_model"):  # what the card lacks follows from the run
         setattr(card.data, field, getattr(before, field, None) or getattr(card.data, field, None))
     (folder / CARD_FILE).write_text(card.content, encoding="utf-8")

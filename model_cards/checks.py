@@ -6,14 +6,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 import transformers
-from huggingface_hub import ModelCard
 
 from d2l_bert.folders import content_hash
 from d2l_bert.messages import UserError, explained, reading_model, refuse_first
 from d2l_bert.model_cards import card as cards
 from d2l_bert.model_cards.config import check_license
 from d2l_bert.modeling import configuration_d2l_bert, conversion, export, modeling_d2l_bert
+from d2l_bert.modeling.records import Metrics, Release
 from d2l_bert.records import read_record
+from d2l_bert.tokenization.model_files import ConfigFile, check_tokenizer_settings, check_within
 from d2l_bert.tokenization.wordpiece import pieces, stock_tokenizer
 
 
@@ -58,9 +59,18 @@ WITHOUT_PATHS = (".safetensors", ".onnx", ".png", ".jpg", "tokenizer.json", "voc
 
 
 def published_files(folder: Path) -> dict[str, Path]:
-    """The files of a folder whose names are in PUBLISHED, by their paths in it, in the order of these."""
-    paths = {path for pattern in PUBLISHED for path in folder.glob(pattern) if path.is_file()}
-    return {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
+    """
+    The files of a folder whose names are in PUBLISHED, by their paths in it, in the order of these.
+
+    Raises:
+        UserError: one of them is a link that leads out of the folder, or no regular file.
+    """
+    files = {}
+    for path in sorted({path for pattern in PUBLISHED for path in folder.glob(pattern)}):
+        if path.is_symlink() or not path.is_dir():
+            check_within(path, folder)
+            files[path.relative_to(folder).as_posix()] = path
+    return files
 
 
 def check_code(folder: Path):
@@ -70,7 +80,7 @@ def check_code(folder: Path):
     Returns:
         The configuration and the class of the model: Transformers' own for a stock BERT, which needs no code.
     """
-    content, save_again = read_record(folder / "config.json"), "d2l_bert.modeling.conversion.save_model"
+    content, save_again = read_record(folder / "config.json", ConfigFile), "d2l_bert.modeling.conversion.save_model"
     kind, modules = content.get("model_type"), {"d2l-bert": modeling_d2l_bert, "bert": transformers}
     if kind not in modules:
         raise UserError(
@@ -78,22 +88,28 @@ def check_code(folder: Path):
             f"d2l-bert or a bert one; give a folder of pretrain, or publish another model with hf upload"
         )
     with reading_model(f"{folder}/config.json"):  # an entry of the wrong type raises one of several exceptions
-        config = transformers.AutoConfig.from_pretrained(folder)
+        config = conversion.read_config(str(folder))
         model_class = getattr(modules[kind], config.architectures[0])
+        if not issubclass(model_class, transformers.PreTrainedModel):
+            raise UserError(f"{config.architectures[0]} is no class of a model; save the model again")
+    for entry in conversion.ENTRIES_OF_CODE:
+        if content.get(entry) and (kind, entry) != ("d2l-bert", "auto_map"):
+            raise UserError(
+                f"{folder}/config.json: {entry} names code, which those who load the model with trust_remote_code "
+                f"would run; take {entry} out"
+            )
     if kind == "d2l-bert":
-        cases = {
-            f"config.json lacks classes in auto_map, which the Hub could not load; save the model with {save_again}": (
-                content.get("auto_map") != conversion.AUTO_MAP
+        if content.get("auto_map") != conversion.AUTO_MAP:
+            raise UserError(
+                f"{folder}: config.json lacks classes in auto_map, which the Hub could not load, or names others; "
+                f"save the model with {save_again}"
             )
-        }
-        cases |= {
-            f"{name} is missing, or is not that of the installed d2l-bert {version('d2l-bert')}; save the model with "
-            f"{save_again}, or publish code that you have changed with hf upload": (
-                not (folder / name).is_file() or (folder / name).read_bytes() != ours.read_bytes()
-            )
-            for name, ours in CODE.items()
-        }
-        refuse_first(cases, f"{folder}: ")
+        for name, ours in CODE.items():
+            if not (folder / name).is_file() or (folder / name).read_bytes() != ours.read_bytes():
+                raise UserError(
+                    f"{folder}: {name} is missing, or is not that of the installed d2l-bert {version('d2l-bert')}; "
+                    f"save the model with {save_again}, or publish code that you have changed with hf upload"
+                )
     return config, model_class
 
 
@@ -104,7 +120,7 @@ def check_tokenizer(folder: Path, config: transformers.PreTrainedConfig) -> None
     A model may have more entries than its tokenizer: many BERTs have a vocabulary padded to a multiple of 8 or 64.
     """
     way_out = "save the tokenizer that the model was trained with into the folder"
-    settings, vocabulary = read_record(folder / "tokenizer_config.json"), folder / "vocab.txt"
+    settings, vocabulary = check_tokenizer_settings(folder), folder / "vocab.txt"
     kind = settings.get("tokenizer_class")
     if kind not in STOCK_TOKENIZERS or settings.get("auto_map") or not (folder / "tokenizer.json").is_file():
         raise UserError(
@@ -116,44 +132,47 @@ def check_tokenizer(folder: Path, config: transformers.PreTrainedConfig) -> None
         tokenizer = stock_tokenizer(str(folder))
         entries = pieces(tokenizer)
         beside = vocabulary.read_text(encoding="utf-8").split("\n")[:-1] if vocabulary.is_file() else entries
-    cases = {
-        f"{len(entries)} tokens are more than the model's vocab_size, {config.vocab_size}": (
-            len(entries) > config.vocab_size
-        ),
-        f"pad_token_id {tokenizer.pad_token_id} is not that of the model, {config.pad_token_id}": (
-            tokenizer.pad_token_id != config.pad_token_id
-        ),
-        "tokens are not those of vocab.txt": entries != beside,
-    }
-    refuse_first({f"{case}; {way_out}": holds for case, holds in cases.items()}, f"{folder}: the tokenizer's ")
+    wrong = ""
+    if len(entries) > config.vocab_size:
+        wrong = f"{len(entries)} tokens are more than the model's vocab_size, {config.vocab_size}"
+    elif tokenizer.pad_token_id != config.pad_token_id:
+        wrong = f"pad_token_id {tokenizer.pad_token_id} is not that of the model, {config.pad_token_id}"
+    elif entries != beside:
+        wrong = "tokens are not those of vocab.txt"
+    if wrong:
+        raise UserError(f"{folder}: the tokenizer's {wrong}; {way_out}")
 
 
-def check_weights(folder: Path, model_class) -> None:
+def check_weights(folder: Path, config: transformers.PreTrainedConfig, model_class) -> None:
     """
     Refuse weights that are missing, damaged, not finite, or not those of the model in config.json; and what belongs to
     other weights: ONNX files, the record of a release, a part of a sentence-transformers model as a pickle.
     """
     with reading_model(str(folder)):
-        _, missing, unexpected = conversion.load_and_compare(model_class, str(folder), use_safetensors=True)
-    release = read_record(folder / cards.RELEASE_FILE)
-    cases = {
-        f"the weights and the model of config.json differ ({name} is in one of both); save the model there again": True
-        for name in sorted(missing | unexpected)
-    }
-    cases |= {
-        f"{path.relative_to(folder)} is a pickle, which is not published; save the model again with "
-        f"sentence-transformers, as safetensors": True
-        for path in folder.glob("[0-9]_*/*.bin")
-    }
-    cases[
-        f"{cards.RELEASE_FILE} was written for other weights; make the release again, or delete {cards.RELEASE_FILE} "
-        f"and {cards.CARD_FILE}"
-    ] = release and release.get("weights_sha256") != content_hash(folder / "model.safetensors")
-    refuse_first(cases, f"{folder}: ")
+        _, missing, unexpected = conversion.load_and_compare(
+            model_class, str(folder), config=config, use_safetensors=True
+        )
+    if differing := sorted(missing | unexpected):
+        raise UserError(
+            f"{folder}: the weights and the model of config.json differ ({differing[0]} is in one of both); save the "
+            f"model there again"
+        )
+    for path in folder.glob("[0-9]_*/*.bin"):
+        raise UserError(
+            f"{folder}: {path.relative_to(folder)} is a pickle, which is not published; save the model again with "
+            f"sentence-transformers, as safetensors"
+        )
+    release = read_record(folder / cards.RELEASE_FILE, Release)
+    if release and release.get("weights_sha256") != content_hash(folder / "model.safetensors"):
+        raise UserError(
+            f"{folder}: {cards.RELEASE_FILE} was written for other weights; make the release again, or delete "
+            f"{cards.RELEASE_FILE} and {cards.CARD_FILE}"
+        )
     onnx, again = folder / export.FLOAT, "export the model again, or delete the folder onnx"
     if onnx.exists():
         with explained(f"{onnx}: cannot be checked", f"{again}; pip install 'd2l-bert[onnx]'", Exception):
-            model, *_ = export.read_for_task(str(folder), read_record(folder / cards.METRICS_FILE)["export"]["task"])
+            task = read_record(folder / cards.METRICS_FILE, Metrics)["export"]["task"]
+            model, *_ = export.read_for_task(str(folder), task)
             difference = conversion.largest_difference(model, export.OnnxModel(onnx, model.config))
         if not difference < 1e-3:
             raise UserError(f"{onnx}: its outputs differ from the model's by {difference:.1e}; {again}")
@@ -169,7 +188,7 @@ def check_card(folder: Path, license: str | None = None) -> None:
     Args:
         license: replaces the licence in the card.
     """
-    card, expected = cards.read_card(folder, license), ModelCard(cards.render_card(folder))
+    card, expected = cards.read_card(folder, license), cards.rendered_card(folder)
     found, measured = (
         {result.metric_name: result.metric_value for result in each.data.eval_results or []}
         for each in (card, expected)

@@ -49,14 +49,11 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
     check_repo_id(repo_id)
     architecture, model_class = checks.check_code(folder)
     checks.check_tokenizer(folder, architecture)
-    checks.check_weights(folder, model_class)
-    # A card, written from the files of a run or compared with them, raises these if their entries have other types.
-    way_out = f"put back what the run wrote into {cards.RUN_FILE} and {cards.METRICS_FILE}"
-    with explained(f"{folder}: cannot be published", way_out, AttributeError, LookupError, TypeError):
-        files = outgoing(folder, config.license)
-        if config.dry_run:  # before the card is checked: it may lack no more than a licence
-            report_files(folder, files)
-        checks.check_card(folder, config.license)
+    checks.check_weights(folder, architecture, model_class)
+    files = outgoing(folder, config.license)
+    if config.dry_run:  # before the card is checked: it may lack no more than a licence
+        report_files(folder, files)
+    checks.check_card(folder, config.license)
     return "complete; nothing was sent" if config.dry_run else send(files, repo_id, config, tag_of(files))
 
 

@@ -5,18 +5,23 @@ Stock BERT normalises its embeddings. A model that the other side cannot express
 
 import contextlib
 import copy
+import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 import transformers
 from huggingface_hub import snapshot_download
-from transformers import BertConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import BertConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from d2l_bert.messages import UserError, refuse_first
+from d2l_bert.messages import READ_ERRORS, UserError, explained, refuse_first
+from d2l_bert.records import check_type
+from d2l_bert.tokenization import model_files
 
 from . import modeling_d2l_bert
 from .configuration_d2l_bert import ACTIVATIONS, D2lBertConfig
@@ -31,21 +36,106 @@ def without_log_messages() -> Iterator[None]:
         yield
 
 
+# Entries of config.json by which Transformers would run code of the model's repository.
+ENTRIES_OF_CODE = ("auto_map", "custom_pipelines")
+
+
+def read_config(name: str) -> PreTrainedConfig:
+    """
+    The configuration of a model of Transformers' own kinds or ours, for use in a block of `reading_model`.
+
+    What of config.json would change how this package reads a model is not taken over: code of its own, a kernel for
+    the attention, and the form of the outputs (`return_dict`, `output_attentions`, `output_hidden_states`).
+
+    Args:
+        name: a folder or an id on the Hub.
+
+    Raises:
+        UserError: a file of the folder is refused (`check_folder`), or an entry of config.json is out of its range.
+        Exception: one of Transformers or the Hub's client, if there is no such model.
+    """
+    model_files.check_folder(name)
+    config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    for entry in ENTRIES_OF_CODE:
+        if hasattr(config, entry):
+            delattr(config, entry)
+    config.return_dict, config.output_hidden_states = True, False
+    config._attn_implementation = None  # before `output_attentions`, which another implementation may refuse
+    config.output_attentions = False
+    for field in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+        value = getattr(config, field, 1)
+        numbers = value if isinstance(value, (list, tuple)) else [value]  # of a Funnel Transformer or a ConvBERT
+        if not all(type(number) is int and number >= 1 for number in numbers):
+            raise UserError(f"config.json: {field} must be a whole number of at least 1, got {value!r:.100}")
+    for field, value in config.to_dict().items():
+        if field.endswith("eps") and not _is_within(value, 0, 10):
+            raise UserError(f"config.json: {field} must be a small number above 0, got {value!r:.100}")
+        if "dropout" in field and value is not None and not _is_within(value, 0, 1):
+            raise UserError(f"config.json: {field} must be a probability, got {value!r:.100}")
+    if sorted(config.id2label) != list(range(config.num_labels)):
+        raise UserError("config.json: id2label must name the labels 0, 1, 2 and so on; put back what was saved")
+    return config
+
+
+def _is_within(value, least, most):
+    """Whether a value is a number in this range; true and false, as some configurations have them, are 1 and 0."""
+    return isinstance(value, (int, float)) and least <= value <= most
+
+
+# Weights that a model has and its file may lack are those of heads, and a pooler: less than the encoder's in all but
+# tiny models, which have no more than these.
+FEW_WEIGHTS = 2**24
+
+
+def check_sizes(model_class, name: str, config: PreTrainedConfig, pickles: bool = True) -> None:
+    """
+    Hold the model that config.json describes against the file of its weights, before anything of its size is made.
+
+    Args:
+        model_class: a class of models, or an Auto class.
+        name: a folder or an id on the Hub.
+        config: from `read_config`.
+        pickles: whether weights are read from pytorch_model.bin.
+
+    Raises:
+        UserError: the weights cannot be in the file.
+    """
+    shapes = model_files.shapes_of_weights(name, pickles)
+    if not shapes:
+        return  # Transformers says which files it looks for
+    way_out = "put back the config.json that was saved with the weights"
+    if place := model_files.check_numbers(config.to_dict(), len(shapes)):
+        raise UserError(f"config.json: {place} is more than the {len(shapes)} weights of the file; {way_out}")
+    with torch.device("meta"), without_log_messages():  # shapes alone
+        make = getattr(model_class, "from_config", None) or model_class._from_config
+        model = make(config)
+    described = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    held = sum(math.prod(shape) for shape in shapes.values())
+    if described > 3 * held + FEW_WEIGHTS:
+        raise UserError(
+            f"config.json describes a model of {described:,} weights, and the file has {held:,}; {way_out}"
+        )
+
+
 def load_and_compare(model_class, name: str | None, **options) -> tuple[PreTrainedModel, set[str], set[str]]:
     """
     Load a model with `from_pretrained`, without log messages, in evaluation mode.
 
     Args:
-        name: a folder or an id on the Hub; None if `options` hold a `config` and a `state_dict`.
-        options: arguments of `from_pretrained`.
+        name: a folder or an id on the Hub, whose sizes are checked (`check_sizes`); None if `options` hold a
+            `state_dict`.
+        options: arguments of `from_pretrained`, among them `config`, with a name that of `read_config`.
 
     Returns:
         The model, the names of its weights that the checkpoint lacks, and the names of weights in the checkpoint that
         the model lacks. With `ignore_mismatched_sizes`, a weight of another shape is one that the checkpoint lacks.
 
     Raises:
-        UserError: a weight does not have the shape that the configuration gives, or is not finite.
+        UserError: a weight does not have the shape that the configuration gives, or is not finite; or the model that
+            the configuration describes cannot be in the file of weights.
     """
+    if name is not None:
+        check_sizes(model_class, name, options["config"], not options.get("use_safetensors"))
     try:
         with without_log_messages():
             model, report = model_class.from_pretrained(name, output_loading_info=True, **options)
@@ -161,7 +251,7 @@ PRETRAINED = (
 # folder such as 1_Pooling for each module behind the encoder.
 SENTENCE_TRANSFORMER_FILES = [
     *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
-    "[0-9]*_*/*",
+    *("[0-9]_*/config.json", "[0-9]_*/model.safetensors", "[0-9]_*/pytorch_model.bin"),
 ]
 
 
@@ -183,7 +273,7 @@ def read_model(
         ValueError: the model is of another kind, weights are missing, or d2l-bert cannot express it.
         OSError: there is no such model, or it has no weights in PyTorch's formats.
     """
-    config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    config = read_config(name)
     wanted = " or ".join(kind.model_type for kind in kinds)
     refuse_first({f"it is a {config.model_type} model; give a {wanted} one": not isinstance(config, kinds)})
     library, prefix = modeling_d2l_bert, "D2l"
@@ -193,7 +283,7 @@ def read_model(
     saved = (config.architectures or [""])[0].removeprefix("D2l")
     is_certain = saved not in dict(PRETRAINED) and hasattr(modeling_d2l_bert, f"D2l{saved}")
     for kind, options in [(saved, {})] if is_certain else PRETRAINED:
-        model, missing, unused = load_and_compare(getattr(library, prefix + kind), name, **options)
+        model, missing, unused = load_and_compare(getattr(library, prefix + kind), name, config=config, **options)
         if missing == {"cls.predictions.decoder.bias"}:  # as Transformers 4 saves a BERT that is not tied
             model.cls.predictions.decoder.bias = model.cls.predictions.bias
         if missing < {"cls.predictions.decoder.bias", "cls.predictions.bias"}:  # one of two names of a weight, or none
@@ -283,17 +373,49 @@ def _converted(model, other_class, config, back):
 
 def copy_sentence_transformer(name: str, folder: Path) -> None:
     """
-    Copy the `SENTENCE_TRANSFORMER_FILES` that there are.
+    Copy the `SENTENCE_TRANSFORMER_FILES` that there are; raises `UserError` for links out of the folder, and as below.
 
     Args:
         name: the model to copy from, a folder or an id on the Hub.
         folder: the folder to copy to.
     """
     place = Path(name if Path(name).is_dir() else snapshot_download(name, allow_patterns=SENTENCE_TRANSFORMER_FILES))
-    for file in (file for pattern in SENTENCE_TRANSFORMER_FILES for file in place.glob(pattern) if file.is_file()):
-        copied = folder / file.relative_to(place)
-        copied.parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, copied)
+    check_modules(place)
+    for pattern in SENTENCE_TRANSFORMER_FILES:
+        for file in sorted(place.glob(pattern)):
+            model_files.check_within(file, place)
+            copied = folder / file.relative_to(place)
+            copied.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copied)
+
+
+def check_modules(folder: Path) -> None:
+    """
+    Refuse a modules.json of sentence-transformers that names other code than that of sentence-transformers, or modules
+    outside of the folder.
+
+    Raises:
+        UserError: it does, or it cannot be read.
+    """
+    file = folder / "modules.json"
+    model_files.check_within(file, folder)
+    if not file.is_file():
+        return
+    with explained(f"{file}: cannot be read", "put the right one back, or take it out", *READ_ERRORS, RecursionError):
+        modules = json.loads(file.read_text(encoding="utf-8"))
+        check_type(modules, list[Module])
+        for module in modules:
+            if "." in module["type"] and not module["type"].startswith("sentence_transformers."):
+                raise ValueError(f"the type {module['type']!r:.100} is none of sentence-transformers")
+            if not re.fullmatch(r"(\w[\w-]*)?", module["path"]):
+                raise ValueError(f"the path {module['path']!r:.100} is no folder in it")
+
+
+class Module(TypedDict):
+    """A module in modules.json."""
+
+    type: str
+    path: str
 
 
 # ---------------------------------------------------------------------------------------------------------------------

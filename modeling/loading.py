@@ -5,20 +5,20 @@ from pathlib import Path
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModel,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import cached_file
 
 from d2l_bert.folders import content_hash, short_hash
-from d2l_bert.messages import reading_model, refuse_first
+from d2l_bert.messages import UserError, reading_model
 from d2l_bert.records import read_record
 from d2l_bert.tokenization.existing_tokenizers import read_tokenizer
+from d2l_bert.tokenization.model_files import find_file
 
-from .conversion import load_and_compare
+from .conversion import load_and_compare, read_config
+from .records import RunRecord
 
 
 # The commands that only a model with this head can do, by the end of its class; other commands take any encoder.
@@ -44,20 +44,16 @@ def read_parts(auto_class, name: str) -> tuple[PreTrainedConfig, PreTrainedToken
         UserError: the model is a decoder, its type has no such head, or it has no tokenizer that pads.
         Exception: one of Transformers or the Hub's client, if there is no such model.
     """
-    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    refuse_first(
-        {
-            f"it is a {config.model_type} model with a decoder; give an encoder, such as a BERT": (
-                config.is_encoder_decoder or getattr(config, "is_decoder", False)
-            ),
-            f"{auto_class.__name__} has no {config.model_type} model; give one of d2l-bert, or a stock BERT": (
-                type(config) not in auto_class._model_mapping.keys()
-            ),
-        }
-    )
+    config = read_config(name)
+    if config.is_encoder_decoder or getattr(config, "is_decoder", False):
+        raise UserError(f"it is a {config.model_type} model with a decoder; give an encoder, such as a BERT")
+    if type(config) not in auto_class._model_mapping.keys():
+        raise UserError(
+            f"{auto_class.__name__} has no {config.model_type} model; give one of d2l-bert, or a stock BERT"
+        )
     tokenizer = read_tokenizer(name, config)
-    is_lacking = not tokenizer.is_fast or tokenizer.pad_token_id is None
-    refuse_first({"it has no tokenizer.json, or its tokenizer has no padding token; give another model": is_lacking})
+    if not tokenizer.is_fast or tokenizer.pad_token_id is None:
+        raise UserError("it has no tokenizer.json, or its tokenizer has no padding token; give another model")
     return config, tokenizer
 
 
@@ -81,26 +77,21 @@ def load_pretrained(
     """
     with reading_model(name):
         config, tokenizer = read_parts(auto_class, name)
-        model, missing, _ = load_and_compare(auto_class, name, dtype=torch.float32, trust_remote_code=False, **options)
+        model, missing, _ = load_and_compare(
+            auto_class, name, config=config, dtype=torch.float32, trust_remote_code=False, **options
+        )
         encoder = "" if model.base_model is model else f"{model.base_model_prefix}."
         lacking = sorted(weight for weight in missing if not may_lack(weight))
-        refuse_first(
-            {
-                f"it has no {weight}; save it again with save_pretrained": (
-                    weight.startswith(encoder) and "pooler." not in weight  # which belongs to the head for pairs
-                )
-                for weight in lacking
-            }
+        for weight in lacking:
+            if weight.startswith(encoder) and "pooler." not in weight:  # which belongs to the head for pairs
+                raise UserError(f"it has no {weight}; save it again with save_pretrained")
+    if lacking:
+        saved = (config.architectures or ["model without a head"])[0]
+        commands = "".join(COMMANDS_OF_HEADS[head] for head in COMMANDS_OF_HEADS if saved.endswith(head))
+        raise UserError(
+            f"{name}: is a {saved}, and has no {lacking[0]}, which belongs to the head that is needed here; use it "
+            f"with d2l-bert {commands}embed, attention or finetune"
         )
-    saved = (config.architectures or ["model without a head"])[0]
-    commands = "".join(COMMANDS_OF_HEADS[head] for head in COMMANDS_OF_HEADS if saved.endswith(head))
-    refuse_first(
-        {
-            f"{name}: is a {saved}, and has no {weight}, which belongs to the head that is needed here; use it with "
-            f"d2l-bert {commands}embed, attention or finetune": True
-            for weight in lacking
-        }
-    )
     return model.eval(), tokenizer, missing
 
 
@@ -110,10 +101,10 @@ def load_encoder(name: str, **options) -> tuple[PreTrainedModel, PreTrainedToken
     return model, tokenizer
 
 
-def read_run_record(name: str) -> dict:
+def read_run_record(name: str) -> RunRecord:
     """The `run_config.json` beside a model, a folder or an id on the Hub; empty if there is none."""
-    path = cached_file(name, "run_config.json", _raise_exceptions_for_missing_entries=False)
-    return read_record(Path(path)) if path else {}
+    path = find_file(name, "run_config.json")
+    return read_record(path, RunRecord) if path else {}
 
 
 def hash_of_model(folder: str | Path) -> str:

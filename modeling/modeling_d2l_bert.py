@@ -521,9 +521,16 @@ def _(hidden_states, weight, bias, labels):
 
 def _keep_gradients(ctx, inputs, output):
     ctx.save_for_backward(*output[1:])
+    ctx.set_materialize_grads(False)  # what nobody differentiates has the gradient None
 
 
-def _scaled_gradients(ctx, scale, *_):
+def _scaled_gradients(ctx, scale, *of_gradients):
+    # The operator knows how its loss changes with its inputs, but not how its gradients do.
+    if any(gradient is not None for gradient in of_gradients):
+        raise RuntimeError(
+            "the MLM loss with skip_logits, the default in training mode, has no second derivatives: give "
+            "skip_logits=False for a gradient of a gradient"
+        )
     return *(gradient * scale for gradient in ctx.saved_tensors), None
 
 

@@ -1,21 +1,22 @@
 """Loads the tokenizers that exist: of a model's folder, of the Hub, a bare `vocab.txt` or `tokenizer.json`."""
 
 import logging
-import re
 import unicodedata
 from collections import Counter
 from pathlib import Path
 
 from tokenizers import Tokenizer
 from transformers import BertTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.utils import cached_file
 
-from d2l_bert.messages import reading_model, refuse_first
+from d2l_bert.messages import UserError, reading_model, refuse_first
+from d2l_bert.tokenization.model_files import check_tokenizer_rules, check_within, find_file
 from d2l_bert.tokenization.wordpiece import (
     CONTINUATION,
     SPECIAL_TOKENS,
     general_tokenizer,
     give_bert_inputs,
+    has_capitals,
+    panics_explained,
     rules_of,
     stock_tokenizer,
 )
@@ -36,7 +37,7 @@ def has_tokenizer(name: str) -> bool:
 
     For a model without one, Transformers may silently make a tokenizer that knows special tokens alone.
     """
-    return any(cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in VOCABULARY_FILES)
+    return any(find_file(name, file) for file in VOCABULARY_FILES)
 
 
 def read_tokenizer(name: str, config) -> PreTrainedTokenizerBase:
@@ -50,10 +51,18 @@ def read_tokenizer(name: str, config) -> PreTrainedTokenizerBase:
     Raises:
         UserError: there is no tokenizer, it cannot be loaded, or it has more tokens than the model.
     """
-    refuse_first({"it has no tokenizer; put its tokenizer.json beside it": not has_tokenizer(name)})
+    if not has_tokenizer(name):
+        raise UserError("it has no tokenizer; put its tokenizer.json beside it")
     tokenizer = stock_tokenizer(name)
-    tokens = f"its tokenizer has {len(tokenizer)} tokens and the model {config.vocab_size}"
-    refuse_first({f"{tokens}; put back the model's own": len(tokenizer) > config.vocab_size})
+    tokens = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
+    if tokens > config.vocab_size:
+        raise UserError(
+            f"its tokenizer has {tokens} tokens and the model {config.vocab_size}; put back the model's own"
+        )
+    if getattr(config, "type_vocab_size", 2) == 1:
+        # A model with one segment, such as AlephBERT, has no second number for a second text.
+        names = [each for each in tokenizer.model_input_names if each != "token_type_ids"]
+        tokenizer.model_input_names = names
     return tokenizer
 
 
@@ -77,6 +86,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """
     with reading_model(name, "tokenizer "):
         file = _bare_file(Path(name))
+        if file is not None and Path(name).is_dir():
+            check_within(file, Path(name))
         has_one = file is not None or has_tokenizer(name)
         refuse_first({"it holds no tokenizer, such as a tokenizer.json or a vocab.txt; give one": not has_one})
         tokenizer = stock_tokenizer(name) if file is None else _read_file(file)
@@ -124,7 +135,10 @@ def _read_file(file):
     `BertTokenizer` if that has the same rules.
     """
     is_text = file.suffix != ".json"
-    backend = None if is_text else Tokenizer.from_file(str(file))
+    if not is_text:
+        check_tokenizer_rules(file)
+    with panics_explained():
+        backend = None if is_text else Tokenizer.from_file(str(file))
     entries = file.read_text(encoding="utf-8").removesuffix("\n").split("\n") if is_text else [*backend.get_vocab()]
     missing = [token for token in SPECIAL_TOKENS if token not in entries]
     (most, times), *_ = Counter(entries).most_common(1)
@@ -135,14 +149,12 @@ def _read_file(file):
         }
     )
     if is_text:
-        has_capitals = any(entry != entry.lower() for entry in entries if not re.fullmatch(r"\[.+\]", entry))
-        logger.info(
-            f"{file}: read as BERT's vocabulary, {'with capital letters' if has_capitals else 'in lower case'}"
-        )
+        is_cased = has_capitals(entries)
+        logger.info(f"{file}: read as BERT's vocabulary, {'with capital letters' if is_cased else 'in lower case'}")
         has_marks = any(unicodedata.category(each) == "Mn" for each in unicodedata.normalize("NFD", "".join(entries)))
         return BertTokenizer(
             vocab={entry: index for index, entry in enumerate(entries)},
-            do_lower_case=not has_capitals,
+            do_lower_case=not is_cased,
             strip_accents=False if has_marks else None,
         )
     bert = BertTokenizer(

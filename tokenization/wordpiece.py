@@ -1,9 +1,11 @@
 """Train, extend, save and load a WordPiece tokenizer (Wu et al., 2016; BERT, section 3)."""
 
+import contextlib
 import copy
 import json
+import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -11,12 +13,11 @@ import numpy as np
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
-from transformers.utils import cached_file
 
 from d2l_bert.folders import short_hash, write_json
 from d2l_bert.messages import UserError, shortened
 from d2l_bert.records import read_record
+from d2l_bert.tokenization.model_files import check_folder, check_tokenizer_rules, check_tokenizer_settings, find_file
 from d2l_bert.tokenization.rules import (
     LONGEST_WORD,
     Rules,
@@ -27,6 +28,8 @@ from d2l_bert.tokenization.rules import (
     split_words,
 )
 
+
+logger = logging.getLogger(__name__)
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
 CONTINUATION = "##"
@@ -336,25 +339,71 @@ def stock_tokenizer(name: str) -> PreTrainedTokenizerBase:
         UserError: the tokenizer's class is defined by such code; or Transformers would not follow its tokenizer.json.
         Exception: any exception of `AutoTokenizer`, for a tokenizer that cannot be loaded.
     """
-    settings = get_tokenizer_config(name)
+    check_folder(name)
+    settings = check_tokenizer_settings(name)
     # Refused here: if Transformers knows the model type, it would silently load the tokenizer in another class.
     if settings.get("auto_map") and not hasattr(transformers, settings.get("tokenizer_class") or ""):
         raise UserError(
             "auto_map in its tokenizer_config.json asks for code of its own, which is never run; give a stock "
             "BertTokenizer"
         )
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    tokenizer.init_kwargs.pop("auto_map", None)  # `save_pretrained` would write auto_map, but not the code it names
-    # Transformers 5 makes the rules of a BertTokenizer anew, where version 4 reads them from tokenizer.json.
-    rules = isinstance(tokenizer, BertTokenizer) and cached_file(
-        name, "tokenizer.json", _raise_exceptions_for_missing_entries=False
-    )
-    if rules and _without_options(Tokenizer.from_file(rules)) != _without_options(tokenizer.backend_tokenizer):
-        raise UserError(
-            "its tokenizer.json has rules that BertTokenizer does not follow in Transformers 5; write "
-            '"tokenizer_class": "PreTrainedTokenizerFast" into its tokenizer_config.json'
-        )
+    if rules := find_file(name, "tokenizer.json"):
+        check_tokenizer_rules(rules)
+    with panics_explained():
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        if isinstance(tokenizer, BertTokenizer) and "do_lower_case" not in settings:
+            case = _case_of(rules, tokenizer)
+            if case != tokenizer.init_kwargs.get("do_lower_case", True):
+                logger.info(f"{name}: read with capital letters, as its vocabulary has them")
+                tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, do_lower_case=case)
+        tokenizer.init_kwargs.pop("auto_map", None)  # `save_pretrained` would write it, but not the code it names
+        # Transformers 5 makes the rules of a BertTokenizer anew, where version 4 reads them from tokenizer.json.
+        if isinstance(tokenizer, BertTokenizer) and rules:
+            if _without_options(Tokenizer.from_file(str(rules))) != _without_options(tokenizer.backend_tokenizer):
+                raise UserError(
+                    "its tokenizer.json has rules that BertTokenizer does not follow in Transformers 5; write "
+                    '"tokenizer_class": "PreTrainedTokenizerFast" into its tokenizer_config.json'
+                )
+        if tokenizer.is_fast:
+            _try_out(tokenizer)
     return tokenizer
+
+
+@contextlib.contextmanager
+def panics_explained() -> Iterator[None]:
+    """Turn a panic of the library tokenizers, which is no `Exception` of Python, into a `UserError`."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"its tokenizer is damaged ({' '.join(str(error).split()):.200}); give another") from None
+
+
+def _case_of(rules, tokenizer):
+    """Whether a `BertTokenizer` without this setting makes lower case, by its tokenizer.json, or by its vocabulary."""
+    if rules:
+        return bool(getattr(Tokenizer.from_file(str(rules)).normalizer, "lowercase", True))
+    return not has_capitals(tokenizer.get_vocab())
+
+
+def has_capitals(entries: Iterable[str]) -> bool:
+    """Whether an entry of a vocabulary, other than one such as [CLS], has a capital letter."""
+    return any(entry != entry.lower() for entry in entries if not (entry.startswith("[") and entry.endswith("]")))
+
+
+# An unknown character, a word, and none.
+TRIED_OUT = ("\ue000", "word and word", "")
+
+
+def _try_out(tokenizer):
+    """Refuse a tokenizer that fails on short texts, or gives ids that it has no token for, such as by its template."""
+    known = set(tokenizer.get_vocab().values())
+    for text in TRIED_OUT:
+        for second in (None, *TRIED_OUT[:1]):
+            ids = tokenizer.backend_tokenizer.encode(text, second).ids
+            if strange := set(ids) - known:
+                raise UserError(f"its tokenizer gives the id {min(strange)}, which is no token of it; give another")
 
 
 def _without_options(backend):

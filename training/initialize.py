@@ -7,7 +7,6 @@ import logging
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
     BertConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -123,7 +122,7 @@ def read_architecture(name: str) -> D2lBertConfig:
         UserError: there is no model, its `config.json` cannot be read, or it is a model of another kind.
     """
     with reading_model(name, "init_from "):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = conversion.read_config(name)
         if isinstance(config, BertConfig):
             config = conversion.our_config(config)
         if not isinstance(config, D2lBertConfig):

@@ -120,7 +120,7 @@ def _show_error(command, error):
         )
         return 1
     process = f"process {rank}: " if rank else ""
-    print(f"d2l-bert {command}: error: {process}{line}", file=sys.stderr)
+    print(messages.printable(f"d2l-bert {command}: error: {process}{line}"), file=sys.stderr)
     return 2
 
 

@@ -99,7 +99,7 @@ def prepare_command(arguments) -> None:
                 for name in given_options(arguments)
             }
         )
-        print(prepared_folder.check_prepared_folders([Path(folder) for folder in arguments.check]))
+        messages.show(prepared_folder.check_prepared_folders([Path(folder) for folder in arguments.check]))
         return
     run.check()
     _refuse_what_is_fixed(arguments, run)
@@ -109,7 +109,7 @@ def prepare_command(arguments) -> None:
     with folders.new_folder(Path(arguments.output_dir)) as folder:
         text = prepare_with_tokenizer(run)
         prepared_folder.write_prepared_folder(text, folder)
-    print(f"train on it: d2l-bert pretrain --corpus {arguments.output_dir}")
+    messages.show(f"train on it: d2l-bert pretrain --corpus {arguments.output_dir}")
 
 
 @command("[OPTIONS]")
@@ -223,7 +223,7 @@ def predict_command(arguments) -> None:
     """
     from d2l_bert.training.finetuning.predict import predict
 
-    print(predict(arguments.model, arguments.file, options_of(arguments)))
+    messages.show(predict(arguments.model, arguments.file, options_of(arguments)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def fill_mask_command(arguments) -> None:
     from d2l_bert.inference.demo import filled_masks
 
     for text in arguments.text:
-        print(text, filled_masks(arguments.model, text, arguments.top_k), sep="\n")
+        messages.show(text, filled_masks(arguments.model, text, arguments.top_k))
 
 
 @command(
@@ -259,7 +259,7 @@ def next_sentence_command(arguments) -> None:
     """
     from d2l_bert.inference.demo import next_sentence
 
-    print(next_sentence(arguments.model, arguments.first, arguments.second))
+    messages.show(next_sentence(arguments.model, arguments.first, arguments.second))
 
 
 @command(
@@ -277,7 +277,7 @@ def embed_command(arguments) -> None:
     """
     from d2l_bert.inference.embed import embed
 
-    print(embed(arguments.model, arguments.file, options_of(arguments)))
+    messages.show(embed(arguments.model, arguments.file, options_of(arguments)))
 
 
 @command(
@@ -303,12 +303,12 @@ def attention_command(arguments) -> None:
     config, model, texts = options_of(arguments), arguments.model, (arguments.first, arguments.second)
     config.check()
     if config.word is not None:
-        print(compare_word(model, config.word, *texts))
+        messages.show(compare_word(model, config.word, *texts))
         return
     figure, said = attention_figure(model, *texts, config.layer, config.head)
     with folders.new_file(Path(config.output)) as partial:
         figure.savefig(partial, format="png")
-    print(f"{config.output}: {said}")
+    messages.show(f"{config.output}: {said}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ def convert_command(arguments) -> None:
         )
         if arguments.target_kind == "bert":
             carry_card(source, folder, target.resolve().name)
-    print(f"{target}: {said}")
+    messages.show(f"{target}: {said}")
 
 
 @command(
@@ -389,9 +389,9 @@ def export_command(arguments) -> None:
                 carry_card(arguments.source, folder, target.resolve().name, has_its_head, figures)
             if page:
                 write_page(folder, target.resolve().name, page)
-        print(f"{target}: {said}")
+        messages.show(f"{target}: {said}")
     if page:
-        print(f"the page: python -m http.server --bind 127.0.0.1 --directory {config.page}")
+        messages.show(f"the page: python -m http.server --bind 127.0.0.1 --directory {config.page}")
 
 
 @command(
@@ -428,4 +428,4 @@ def publish_command(arguments) -> None:
     """
     from d2l_bert.model_cards.publish import publish
 
-    print(publish(Path(arguments.folder), arguments.repo_id, options_of(arguments)))
+    messages.show(publish(Path(arguments.folder), arguments.repo_id, options_of(arguments)))

@@ -116,27 +116,28 @@ def reading_model(name: str, prefix: str = "") -> Iterator[None]:
         yield
     except Exception as error:
         said = " ".join(str(error).split()) or type(error).__name__
-        causes = {
-            said: isinstance(error, UserError),
-            # Transformers advises the user to run such code.
-            "it asks for code of its own, which is never run; give a d2l-bert model or a stock BERT": (
-                "trust_remote_code" in said
-            ),
-            f"its run is not finished; {GO_ON}, or give one of its checkpoints, such as {name}/checkpoint-100": (
-                Path(name, "run_config.json").is_file() and not Path(name, "config.json").is_file()
-            ),
-            # "model_type" is in what Transformers says of a folder without a model's config.json.
-            f"it is a folder of prepare; train a model on it: d2l-bert pretrain --corpus {name}": (
-                "model_type" in said and Path(name, "prepared.json").is_file()
-            ),
-            "it holds no config.json, so it is no model; give a folder of pretrain or save_pretrained": (
-                "model_type" in said and Path(name).is_dir() and not Path(name, "config.json").is_file()
-            ),
-            f"no folder here has this name, and the Hub gave nothing of this name ({said:.200}); check the name, "
-            f"connect to the network, or log in with `hf auth login` for a private one": not Path(name).exists(),
-            f"{said:.300}; give a folder of pretrain or save_pretrained, or save it there again": True,
-        }
-        refuse_first(causes, f"{prefix}{name}: cannot be loaded: ")
+        folder = Path(name)
+        if isinstance(error, UserError):
+            why = said
+        elif "trust_remote_code" in said:  # Transformers advises the user to run such code
+            why = "it asks for code of its own, which is never run; give a d2l-bert model or a stock BERT"
+        elif "weights_only" in said:  # PyTorch advises the same
+            why = "its weights are a damaged pickle, or one with code, which is never run; give model.safetensors"
+        elif (folder / "run_config.json").is_file() and not (folder / "config.json").is_file():
+            why = f"its run is not finished; {GO_ON}, or give one of its checkpoints, such as {name}/checkpoint-100"
+        # "model_type" is in what Transformers says of a folder without a model's config.json.
+        elif "model_type" in said and (folder / "prepared.json").is_file():
+            why = f"it is a folder of prepare; train a model on it: d2l-bert pretrain --corpus {name}"
+        elif "model_type" in said and folder.is_dir() and not (folder / "config.json").is_file():
+            why = "it holds no config.json, so it is no model; give a folder of pretrain or save_pretrained"
+        elif not folder.exists():
+            why = (
+                f"no folder here has this name, and the Hub gave nothing of this name ({said:.200}); check the name, "
+                f"connect to the network, or log in with `hf auth login` for a private one"
+            )
+        else:
+            why = f"{said:.300}; give a folder of pretrain or save_pretrained, or save it there again"
+        raise UserError(f"{prefix}{name}: cannot be loaded: {why}") from None
 
 
 def launched_rank() -> int:
@@ -165,6 +166,30 @@ def counted(count: int, one: str, more: str | None = None) -> str:
         one, more: the unit's singular and plural; without `more`, the plural is the singular with an "s".
     """
     return f"{count:,} {one if count == 1 else more or f'{one}s'}"
+
+
+def printable(text: str) -> str:
+    r"""
+    Text for a terminal: control characters, of which a vocabulary or a stranger's file may be full, as `\x1b`.
+
+    A terminal obeys them: they move the cursor, change the window's title, or turn the text around. Line ends and tabs
+    stay.
+    """
+    return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]", lambda sign: ascii(sign[0])[1:-1], text)
+
+
+class Printable(logging.Formatter):
+    """Writes log messages by `printable`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The message of a record."""
+        return printable(super().format(record))
+
+
+def show(*lines: str) -> None:
+    """Print what a command answers, by `printable`."""
+    for line in lines:
+        print(printable(line))
 
 
 def shortened(text: str, most: int) -> str:
@@ -213,5 +238,8 @@ def messages_shown() -> Iterator[None]:
             undo.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR if launched_rank() else logging.INFO)  # rank 0 speaks for all
             logger.propagate = False
+            for handler in logger.handlers:
+                undo.callback(handler.setFormatter, handler.formatter)
+                handler.setFormatter(Printable())
         report.handlers[-1].setStream(sys.stdout)
         yield

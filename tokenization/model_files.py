@@ -1,0 +1,350 @@
+"""The files of a model, a stranger's too: where they lie, and what is checked before any library reads them."""
+
+import math
+import re
+from pathlib import Path
+from typing import TypedDict
+
+from transformers.utils import cached_file
+
+from d2l_bert.messages import READ_ERRORS, UserError, explained
+from d2l_bert.records import read_record, refuse_link_outwards
+
+
+# The names of all files that Transformers may read in a model's folder.
+READ_BY_LIBRARIES = ("*.json", "*.safetensors", "*.bin", "*.txt", "*.model", "*.jinja", "*/*.jinja")
+
+
+def find_file(name: str | Path, file: str) -> Path | None:
+    """
+    The path of a model's file, in its folder or in the cache of the Hub's client; None if the model has no such file.
+
+    Args:
+        name: a folder or an id on the Hub.
+        file: the file's name.
+
+    Raises:
+        UserError: the file is a link that leads out of the folder, or no regular file.
+        Exception: one of the Hub's client, if it cannot be reached or has no such model.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        found = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False)
+        return Path(found) if found else None
+    path = folder / file
+    check_within(path, folder)
+    return path if path.is_file() else None
+
+
+def check_within(path: Path, folder: Path) -> None:
+    """
+    Refuse a path in a model's folder that is a link out of it, a pipe or a device; nothing may be there.
+
+    Raises:
+        UserError: the path is one of these.
+    """
+    refuse_link_outwards(path, folder)
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: is no regular file; take it out")
+
+
+def check_folder(name: str | Path) -> None:
+    """
+    Refuse a model whose files lead out of its folder, or whose config.json a library should not be given at all.
+
+    Everything that loads a model or a tokenizer calls this first, as Transformers reads config.json for either: what
+    the libraries read lies in the folder itself, and no entry makes them read other places or fill the memory.
+
+    Args:
+        name: a folder or an id on the Hub.
+
+    Raises:
+        UserError: a file or an entry is refused.
+        Exception: one of the Hub's client, if there is no such model.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        for pattern in READ_BY_LIBRARIES:
+            for path in folder.glob(pattern):
+                if path.is_symlink() or not path.is_dir():
+                    check_within(path, folder)
+    if find_file(name, "adapter_config.json"):
+        raise UserError(
+            "it holds an adapter (adapter_config.json), which names another model to load; merge the adapter into its "
+            "model, and save that"
+        )
+    read_config_file(name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# config.json
+
+
+class ConfigFile(TypedDict, total=False):
+    """The entries of config.json that are read before Transformers makes a configuration of it."""
+
+    model_type: str
+    architectures: list[str] | None
+    id2label: dict[str, str] | None
+    label2id: dict[str, int] | None
+    num_labels: int | None
+    problem_type: str | None
+    quantization_config: dict | None
+
+
+# Transformers writes a name for each label when it reads config.json.
+MOST_LABELS = 2**20
+
+
+def read_config_file(name: str | Path) -> ConfigFile:
+    """
+    The content of a model's config.json; an empty one if there is none.
+
+    Raises:
+        UserError: it is no JSON object, an entry has another type, a number is infinite or none, there are too many
+            labels, or the weights are quantized.
+    """
+    file = find_file(name, "config.json")
+    if file is None:
+        return {}
+    content = read_record(file, ConfigFile)
+    if (content.get("num_labels") or 0) > MOST_LABELS:
+        raise UserError(f"{file}: num_labels {content['num_labels']:,} is more than {MOST_LABELS:,}; correct it")
+    for place, value in _walk(content):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{file}: {place} is {value}, which is no number of JSON; write a number")
+    if content.get("quantization_config"):
+        raise UserError("its weights are quantized (quantization_config); give the model that it was made of")
+    return content
+
+
+def _walk(value, place=""):
+    """Each value inside of a value of JSON, with its place. Depth is bounded, as `json` has read the value."""
+    waiting = [(place, value)]
+    while waiting:
+        place, value = waiting.pop()
+        yield place, value
+        if isinstance(value, dict):
+            waiting += [(f"{place}.{name}".lstrip("."), entry) for name, entry in value.items()]
+        elif isinstance(value, list):
+            waiting += [(f"{place}[{number}]", entry) for number, entry in enumerate(value)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tokenizer
+
+
+class TokenizerSettings(TypedDict, total=False):
+    """The entries of tokenizer_config.json that decide what is loaded, and how long an input may be."""
+
+    tokenizer_class: str | None
+    model_max_length: float | None
+    do_lower_case: bool | None
+    strip_accents: bool | None
+    tokenize_chinese_chars: bool | None
+    padding_side: str
+    truncation_side: str
+    model_input_names: list[str]
+    added_tokens_decoder: dict[str, dict]
+
+
+# Arguments of a tokenizer's class that name files, or come before all others: no saved tokenizer has them.
+FOREIGN_ARGUMENTS = ("vocab", "merges", "init_inputs", "tokenizer_object", "gguf_file")
+
+
+def check_tokenizer_settings(name: str | Path) -> TokenizerSettings:
+    """
+    The content of a model's tokenizer_config.json; an empty one if there is none.
+
+    Raises:
+        UserError: it is no JSON object, an entry has another type or is out of its range, or names other files.
+    """
+    file = find_file(name, "tokenizer_config.json")
+    if file is None:
+        return {}
+    settings = read_record(file, TokenizerSettings)
+    for entry in FOREIGN_ARGUMENTS:
+        if settings.get(entry):
+            raise UserError(f"{file}: has the entry {entry!r}, which no saved tokenizer has; take it out")
+    longest = settings.get("model_max_length")
+    if longest is not None and not longest >= 3:  # not NaN, either
+        raise UserError(f"{file}: model_max_length {longest} leaves no room for a text; write 512, or leave it out")
+    for entry in ("padding_side", "truncation_side"):
+        if settings.get(entry, "right") not in ("left", "right"):
+            raise UserError(f"{file}: {entry} {settings[entry]!r:.100}; write left or right")
+    return settings
+
+
+# BERT has 100, and d2l-bert's tokenizers, too. The time for a word grows with the cube of its characters.
+LONGEST_WORD = 1000
+
+# Replacements that make a text longer, one after the other, by at most this factor.
+MOST_GROWTH = 1000
+
+# Parts of a pattern that repeat without an end, one behind the other. GPT-4's tokenizer has 2, o200k's 3.
+MOST_REPETITIONS = 4
+
+
+def check_tokenizer_rules(file: Path) -> None:
+    """
+    Refuse a tokenizer.json whose rules can take the time or the memory of the machine for a short text.
+
+    Raises:
+        UserError: the file cannot be read, or has such a rule.
+    """
+    content, growth = read_record(file), 1
+    way_out = "do not use this tokenizer"
+    model = content.get("model")
+    longest = model.get("max_input_chars_per_word", 0) if isinstance(model, dict) else 0
+    if type(longest) is not int or not 0 <= longest <= LONGEST_WORD:
+        raise UserError(f"{file}: max_input_chars_per_word is {longest!r:.50}, and may be {LONGEST_WORD}; {way_out}")
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        for place, value in _walk(content.get(part), part):
+            if place.endswith(".Regex") and isinstance(value, str) and is_endless(value):
+                raise UserError(f"{file}: the pattern {value!r:.100} of {place} may take for ever; {way_out}")
+            if place.endswith(".String") and value == "":
+                raise UserError(f"{file}: {place} replaces nothing; {way_out}")
+            if place.endswith((".content", ".prepend")) and isinstance(value, str):
+                growth *= max(1, len(value))
+    if growth > MOST_GROWTH:
+        raise UserError(f"{file}: its replacements make a text {growth:,} times as long; {way_out}")
+    for place, value in _walk(content.get("padding"), "padding"):
+        if type(value) is int and value > 2**20:
+            raise UserError(f"{file}: {place} is {value}; {way_out}")
+
+
+def is_endless(pattern: str) -> bool:
+    """
+    Whether the time to match a pattern may grow faster than the fourth power of the text's length.
+
+    That is so for a repeated group with a repetition or a choice inside, such as `(a+)+`, for a reference to another
+    group, and for many repetitions in a row, such as `a*a*a*a*a*`. A pattern that is none of these may be refused too.
+    """
+    plain = re.sub(r"\\[pPkg]\{[^}]*\}", "p", pattern)  # \p{L}
+    if re.search(r"\\[1-9kg]", plain):
+        return True
+    plain = re.sub(r"\\.", "e", plain, flags=re.DOTALL)
+    plain = re.sub(r"\[(?:\[[^\]]*\]|[^\]\[])+\]", "c", plain)  # a class of characters, which may hold others
+    repeats = r"(?:[*+]|\{\d*,?\d*\})"
+    groups = [False]  # for the whole pattern and each open group, whether it holds a repetition or a choice
+    position = 0
+    while position < len(plain):
+        sign = plain[position]
+        repetition = re.compile(repeats).match(plain, position)
+        if sign == "(":
+            groups.append(False)
+        elif sign == ")" and len(groups) > 1:
+            inner = groups.pop()
+            if inner and re.compile(repeats).match(plain, position + 1):
+                return True
+            groups[-1] |= inner
+        elif sign == "|" or repetition:
+            groups[-1] = True
+        position += 1
+    alternatives = re.split(r"\|", plain)
+    return any(len(re.findall(r"[*+]|\{\d*,\d*\}", each)) > MOST_REPETITIONS for each in alternatives)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights
+
+
+def weight_files(name: str | Path, pickles: bool = True) -> list[Path]:
+    """
+    The files that Transformers reads a model's weights from, in the order in which it looks for them.
+
+    Args:
+        name: a folder or an id on the Hub.
+        pickles: whether it may read pytorch_model.bin.
+
+    Raises:
+        UserError: an index names a file outside of the folder, one that is missing, or none.
+    """
+    for single in ("model.safetensors", *(["pytorch_model.bin"] if pickles else [])):
+        if file := find_file(name, single):
+            return [file]
+        if index := find_file(name, f"{single}.index.json"):
+            shards = sorted(set(read_record(index, IndexFile)["weight_map"].values()))
+            if not shards:
+                raise UserError(f"{index}: names no file; save the model again")
+            return [_shard(name, index, shard) for shard in shards]
+    return []
+
+
+class IndexFile(TypedDict):
+    """The entry of model.safetensors.index.json that is read: the file of each weight."""
+
+    weight_map: dict[str, str]
+
+
+def _shard(name, index, shard):
+    """A file of weights that an index names."""
+    if not re.fullmatch(r"[\w-][\w.-]*", shard, re.ASCII):
+        raise UserError(f"{index}: names {shard!r:.200}, which is no file of weights beside it; do not use this model")
+    file = find_file(name, shard)
+    if file is None:
+        raise UserError(f"{index}: names {shard}, which is missing; save the model again, or fetch it whole")
+    return file
+
+
+def shapes_of_weights(name: str | Path, pickles: bool = True) -> dict[str, tuple[int, ...]]:
+    """
+    The shapes of a model's weights by their names, from the headers of its files: no weight is read.
+
+    Args:
+        name, pickles: as in `weight_files`.
+
+    Raises:
+        UserError: a file is damaged, is no file of weights, or holds pickled code.
+    """
+    shapes = {}
+    for file in weight_files(name, pickles):
+        shapes |= _shapes_of_pickle(file) if file.suffix == ".bin" else _shapes_of_safetensors(file)
+    return shapes
+
+
+def _shapes_of_safetensors(file):
+    from safetensors import SafetensorError, safe_open
+
+    with (
+        explained(f"{file}: cannot be read", "save the model again, or fetch it again", SafetensorError, *READ_ERRORS),
+        safe_open(file, "np") as opened,
+    ):
+        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
+
+
+def _shapes_of_pickle(file):
+    """Of a file of `torch.save`, whose tensors are not read: they go to the device `meta`."""
+    import torch
+
+    with file.open("rb") as opened:
+        is_zip = opened.read(2) == b"PK"
+    try:
+        state = torch.load(file, map_location="meta", weights_only=True, mmap=is_zip)
+        shapes = {str(name): tuple(weight.shape) for name, weight in state.items()}
+        held = {name: weight.untyped_storage().nbytes() for name, weight in state.items()}
+        sizes = {name: weight.numel() * weight.element_size() for name, weight in state.items()}
+    except Exception:  # each kind of damage raises another one; PyTorch advises to run the code in the file
+        raise UserError(
+            f"{file.name}: is damaged, or holds other objects than tensors; code in a pickle is never run; give a "
+            f"model with model.safetensors"
+        ) from None
+    for name, size in sizes.items():
+        if size > held[name]:
+            raise UserError(f"{file.name}: the weight {name!r:.100} is larger than its data; do not use this model")
+    return shapes
+
+
+def check_numbers(content: object, most: int) -> str:
+    """
+    The first place in config.json that counts layers, groups or blocks beyond what a model with so many weights has.
+
+    Args:
+        content: of config.json.
+        most: the number of tensors in the file of weights.
+    """
+    for place, value in _walk(content):
+        counts = re.search(r"layers?\b|groups?\b|blocks?\b|repeat|depth|experts", place.replace("_", " "))
+        if counts and type(value) is int and value > max(most, 1024):
+            return place
+    return ""
