@@ -25,6 +25,7 @@ from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, refuse
 from d2l_bert.records import check_type, inside, read_record
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
+from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
 from d2l_bert.tokenization.rules import WordUnit
 from d2l_bert.tokenization.sources import PREPARED_FILE
 from d2l_bert.tokenization.token_store import ARRAYS, STORE_FILE, STORE_FORMAT, TokenizedCorpus, join_stores
@@ -377,8 +378,7 @@ def read_prepared_folder(folder: Path, check_whole: bool = False) -> PreparedTex
         _check_files(folder, record["files"], check_whole)
         _check_options(record["token_options"])
         _check_numbers(record["counts"])
-        tokenizer = _read_tokenizer(folder)
-        text = _text_of(folder, record, tokenizer)
+        text = _text_of(folder, record)
         _check_stores(text, record, check_whole)
     return text
 
@@ -428,10 +428,10 @@ def _check_files(folder, files, check_whole):
 def _check_options(options):
     """Check the values of the options that this version has, as those of a command line are checked."""
     known = TextConfig().token_options()
-    for name in known:
-        if name not in options:
-            raise ValueError(f"token_options lacks {name}")
-    TextConfig(**{name: options[name] for name in known}).check_values()
+    if options.keys() != known.keys():
+        different = ", ".join(sorted(options.keys() ^ known.keys()))
+        raise ValueError(f"token_options has other options than this version: {different:.200}")
+    TextConfig(**options).check_values()
 
 
 def _check_numbers(counts):
@@ -449,16 +449,7 @@ def _check_numbers(counts):
         raise ValueError("merged_examples holds something else than pairs")
 
 
-def _read_tokenizer(folder):
-    """The tokenizer of a prepared folder; Transformers raises many classes of exceptions for a damaged one."""
-    with explained(f"corpus {folder}: its tokenizer cannot be loaded", "prepare the text again", Exception):
-        tokenizer = wordpiece.stock_tokenizer(str(folder))
-    if None in (tokenizer.pad_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id):
-        raise ValueError("its tokenizer lacks one of the tokens [PAD], [CLS], [SEP] and [MASK]")
-    return tokenizer
-
-
-def _text_of(folder, record, tokenizer):
+def _text_of(folder, record):
     counts = record["counts"]
     return PreparedText(
         token_options=record["token_options"],
@@ -468,7 +459,7 @@ def _text_of(folder, record, tokenizer):
         text_fingerprint=counts["text_fingerprint"],
         reading=counts["reading"],
         account=counts["account"],
-        tokenizer=tokenizer,
+        tokenizer=load_tokenizer(str(folder)),
         tokenizer_report=counts["tokenizer"],
         train=TokenizedCorpus(folder / "train"),
         held_out=TokenizedCorpus(folder / "held_out"),
