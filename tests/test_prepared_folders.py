@@ -1,4 +1,4 @@
-"""Prepared folders of strangers: whatever stands in them, they are read as they are written, or refused in one line."""
+"""Prepared folders of strangers: whatever stands in them, they are read as written, or refused in one line."""
 
 import copy
 import hashlib
@@ -232,7 +232,9 @@ def tamper(folder, rng):
     if kind < 0.35:
         record = change_json(record, rng)
     elif kind < 0.6:
-        file = folder / rng.choice(["train/store.json", "held_out/store.json", "tokenizer_config.json", "tokenizer.json"])
+        file = folder / rng.choice(
+            ["train/store.json", "held_out/store.json", "tokenizer_config.json", "tokenizer.json"]
+        )
         file.write_text(json.dumps(change_json(json.loads(file.read_text()), rng)))
     elif kind < 0.95:
         files = sorted(path for path in folder.rglob("*") if path.is_file())

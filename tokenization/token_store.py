@@ -185,7 +185,9 @@ class TokenizedCorpus:
             raise UserError(f"{file}: there is no such file; prepare the text again")
         size = file.stat().st_size
         if size % kind.itemsize:
-            raise UserError(f"{file}: has {size:,} bytes, and each number takes {kind.itemsize}; prepare the text again")
+            raise UserError(
+                f"{file}: has {size:,} bytes, and each number takes {kind.itemsize}; prepare the text again"
+            )
         return np.asarray(np.memmap(file, kind, "r")) if size else np.zeros(0, kind)
 
     def _check_sizes(self):

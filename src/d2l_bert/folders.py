@@ -347,7 +347,7 @@ def _is_whole(folder):
             return False
         for name, file in seal["files"].items():
             path = folder / name
-            if not path.is_file() or path.stat().st_size != file["bytes"]:
+            if path.is_symlink() or not path.is_file() or path.stat().st_size != file["bytes"]:
                 return False
             if file["marks"] != _marks(path) and file["sha256"] != content_hash(path):
                 return False
