@@ -8,22 +8,27 @@ A prepared folder that makes one corpus with others is called a part.
 import dataclasses
 import json
 import logging
+import math
 import os
 import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from d2l_bert.folders import cache_folder, cached, content_hash, short_hash
-from d2l_bert.messages import UserError, counted, explained, refuse_first, shortened
+from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, refuse_first, shortened
+from d2l_bert.records import check_type, inside, read_record
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
+from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
+from d2l_bert.tokenization.rules import WordUnit
 from d2l_bert.tokenization.sources import PREPARED_FILE
-from d2l_bert.tokenization.token_store import STORE_FORMAT, TokenizedCorpus, join_stores
+from d2l_bert.tokenization.token_store import ARRAYS, STORE_FILE, STORE_FORMAT, TokenizedCorpus, join_stores
 
 
 logger = logging.getLogger(__name__)
@@ -33,6 +38,63 @@ logger = logging.getLogger(__name__)
 PREPARED_FORMAT = 6
 
 STORES = ("train", "held_out")  # the folders of the token stores, and the names of the corpora in `PreparedText`
+STORE_FILES = (*(f"{name}.bin" for name in ARRAYS), STORE_FILE)
+
+
+class FileRecord(TypedDict):
+    """What is recorded of a file."""
+
+    bytes: int
+    sha256: str
+
+
+class AccountRecord(TypedDict):
+    """As `account.account_of` counts."""
+
+    characters: int
+    unknown_characters: int
+    dropped_marks: int
+    dropped_characters: int
+    word_types: int
+    merged_types: int
+    merged_examples: list[list[str]]
+
+
+# What the tokenizer is, and what it makes of the text to evaluate on. (A `class` of a `TypedDict` cannot have an entry
+# of the name `class`.)
+TokenizerRecord = TypedDict(
+    "TokenizerRecord",
+    {
+        "class": str,
+        "lowercase": bool,
+        "strip_accents": bool,
+        "entries_with_digits": int,
+        "word_unit": WordUnit,
+        "unknown_share": float,
+    },
+)
+
+
+class CountsRecord(TypedDict):
+    """As `PreparedText.counts` gives them; the numbers that follow from the stores are counted anew."""
+
+    corpus_name: str
+    corpus_fingerprint: str
+    hub_datasets: list[str]
+    text_fingerprint: int
+    reading: dict[str, int]
+    account: AccountRecord
+    tokenizer: TokenizerRecord
+
+
+class PreparedRecord(TypedDict):
+    """The content of `prepared.json`."""
+
+    format: int
+    token_options: dict[str, str | int | float | bool | None]
+    counts: CountsRecord
+    files: dict[str, FileRecord]
+    fingerprint_of_record: str
 
 
 def corpus_is_prepared(run: TextConfig) -> bool:
@@ -157,20 +219,28 @@ def write_prepared_folder(text: PreparedText, folder: Path) -> None:
     wordpiece.save_tokenizer(text.tokenizer, folder)
     for name in STORES:
         (folder / name).mkdir()
-        for file in getattr(text, name).folder.iterdir():  # `shutil.copytree` would hide why a write fails
-            shutil.copyfile(file, folder / name / file.name)
+        for file in STORE_FILES:  # `shutil.copytree` would hide why a write fails
+            shutil.copyfile(getattr(text, name).folder / file, folder / name / file)
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": content_hash(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    for name in STORES:  # the copies may not be what was written into the cache
+        TokenizedCorpus(folder / name).check(len(text.tokenizer), _hashes_of(files, name), whole=False)
     record = {
         "format": PREPARED_FORMAT,
         "token_options": text.token_options,
         "counts": text.counts(),
-        "files": {
-            path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": content_hash(path)}
-            for path in sorted(folder.rglob("*"))
-            if path.is_file()
-        },
+        "files": files,
     }
     record["fingerprint_of_record"] = short_hash(record)
     (folder / PREPARED_FILE).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _hashes_of(files, store):
+    """The recorded SHA-256 of each array of a store."""
+    return [files[f"{store}/{name}.bin"]["sha256"] for name in ARRAYS]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -189,7 +259,7 @@ def check_prepared_folders(folders: Sequence[Path]) -> str:
     Raises:
         UserError: as in `read_prepared_folders`.
     """
-    texts = [read_prepared_folder(folder, check_large=True) for folder in folders]
+    texts = [read_prepared_folder(folder, check_whole=True) for folder in folders]
     read_prepared_folders(folders)  # whether they are parts of one corpus
     return "\n".join(
         f"{folder}: whole; {len(text.train) + len(text.held_out):,} documents, "
@@ -200,7 +270,7 @@ def check_prepared_folders(folders: Sequence[Path]) -> str:
 
 def read_prepared_folders(folders: Sequence[Path]) -> PreparedText:
     """
-    The text of the prepared folders that make one corpus. Of large files only the sizes are checked.
+    The text of the prepared folders that make one corpus, checked as in `read_prepared_folder`.
 
     The stores of several folders are joined in the cache, once every byte of theirs is checked. Of the held-out
     documents, those that another part trains on are left out.
@@ -277,7 +347,7 @@ def _joined(folders, parts, kept):
 
     def write(partial):
         for folder in folders:
-            read_prepared_folder(folder, check_large=True)
+            read_prepared_folder(folder, check_whole=True)
         for name, documents in kept.items():
             (partial / name).mkdir()
             join_stores(partial / name, len(parts[0].tokenizer), [getattr(part, name) for part in parts], documents)
@@ -286,40 +356,124 @@ def _joined(folders, parts, kept):
     return {name: TokenizedCorpus(path / name) for name in STORES}
 
 
-def read_prepared_folder(folder: Path, check_large: bool = False) -> PreparedText:
+def read_prepared_folder(folder: Path, check_whole: bool = False) -> PreparedText:
     """
-    The text of a prepared folder.
+    The text of a prepared folder, which may be a stranger's: what is read is as this package writes it, or refused.
 
     Args:
-        check_large: read the files that grow with the text whole, to check them, too; else their sizes are checked.
+        check_whole: check every byte; else, of the files that grow with the text, the sizes, where sentences and
+            documents start, and the first `token_store.CHECKED_IDS` ids. (`BatchMaker` checks the ids that it uses.)
 
     Raises:
-        UserError: the folder is damaged or has an earlier format.
+        UserError: the folder is damaged, has another format, or holds something that `prepare` does not write.
     """
+    record = _read_record(folder)
     with explained(
-        f"corpus {folder}: no prepared folder, or a damaged prepared folder",
-        "prepare the text again",
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
+        f"corpus {folder}: a damaged prepared folder", "prepare the text again", *READ_ERRORS, RecursionError
     ):
-        record = json.loads((folder / PREPARED_FILE).read_text())
-        if record["format"] != PREPARED_FORMAT:
-            raise ValueError(f"its format is {record['format']}, and this version reads {PREPARED_FORMAT}")
-        if record.pop("fingerprint_of_record") != short_hash(record):
+        if record["fingerprint_of_record"] != short_hash(
+            {name: value for name, value in record.items() if name != "fingerprint_of_record"}
+        ):
             raise ValueError(f"{PREPARED_FILE} has changed since it was written")
-        for name, file in record["files"].items():
-            if (size := (folder / name).stat().st_size) != file["bytes"]:
-                raise ValueError(f"{name} has {size:,} bytes, and {file['bytes']:,} were written")
-            if (check_large or not name.endswith(".bin")) and content_hash(folder / name) != file["sha256"]:
-                raise ValueError(f"{name} has changed since it was written")
+        _check_files(folder, record["files"], check_whole)
+        _check_options(record["token_options"])
+        _check_numbers(record["counts"])
+        text = _text_of(folder, record)
+        _check_stores(text, record, check_whole)
+    return text
+
+
+def _read_record(folder):
+    """The record of a prepared folder; the format is looked at first, as one of another format has other entries."""
+    file, way_out = folder / PREPARED_FILE, "prepare the text again"
+    with explained(f"corpus {folder}: no prepared folder, or a damaged prepared folder", way_out, *READ_ERRORS):
+        record = read_record(file)
+        if not record:
+            raise ValueError(f"it holds no {PREPARED_FILE}")
+        number = record.get("format")
+        if isinstance(number, int) and number > PREPARED_FORMAT:
+            raise UserError(
+                f"corpus {folder}: was prepared by a newer version of d2l-bert, in format {number:.0f}, and this "
+                f"version reads {PREPARED_FORMAT}; install the newer version, or prepare the text again"
+            )
+        if number != PREPARED_FORMAT:
+            raise ValueError(f"its format is {number!r:.100}, and this version reads {PREPARED_FORMAT}")
+        check_type(record, PreparedRecord)
+    return record
+
+
+def _check_files(folder, files, check_whole):
+    """
+    Check the recorded files, and that all files which will be read are recorded or no links out of the folder.
+
+    The hashes of the large files are checked only if `check_whole`.
+    """
+    needed = [f"{store}/{name}" for store in STORES for name in STORE_FILES]
+    for name in (*needed, "tokenizer.json", "tokenizer_config.json"):
+        if name not in files:
+            raise ValueError(f"{PREPARED_FILE} does not list {name}")
+    for name, recorded in files.items():
+        path = inside(folder, name)
+        size = path.stat().st_size
+        if size != recorded["bytes"]:
+            raise ValueError(f"{name} has {size:,} bytes, and {recorded['bytes']:,} were written")
+        is_large = name.endswith(".bin")
+        if (check_whole or not is_large) and content_hash(path) != recorded["sha256"]:
+            raise ValueError(f"{name} has changed since it was written")
+    for path in folder.iterdir():  # Transformers also reads files that are not recorded, if they are there
+        if not path.is_dir():
+            inside(folder, path.name)
+
+
+def _check_options(options):
+    """Check the values of the options that this version has, as those of a command line are checked."""
+    known = TextConfig().token_options()
+    if options.keys() != known.keys():
+        different = ", ".join(sorted(options.keys() ^ known.keys()))
+        raise ValueError(f"token_options has other options than this version: {different:.200}")
+    TextConfig(**options).check_values()
+
+
+def _check_numbers(counts):
+    """Check that counts are counts, and that they can be added up and divided."""
+    account = {name: value for name, value in counts["account"].items() if name != "merged_examples"}
+    for name, value in (*account.items(), *counts["reading"].items()):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+            raise ValueError(f"the count of {name:.100} is {value!r:.100}")
+    if not -(2**63) <= counts["text_fingerprint"] < 2**63:
+        raise ValueError("text_fingerprint does not fit in 64 bits")
+    share = counts["tokenizer"]["unknown_share"]
+    if not math.isfinite(share) or not 0 <= share <= 1:
+        raise ValueError(f"unknown_share is {share}, and a share is from 0 to 1")
+    if any(len(pair) != 2 for pair in counts["account"]["merged_examples"]):
+        raise ValueError("merged_examples holds something else than pairs")
+
+
+def _text_of(folder, record):
     counts = record["counts"]
     return PreparedText(
         token_options=record["token_options"],
+        corpus_name=counts["corpus_name"],
+        hub_datasets=counts["hub_datasets"],
         source_fingerprints=[counts["corpus_fingerprint"]],
-        tokenizer=wordpiece.stock_tokenizer(str(folder)),
+        text_fingerprint=counts["text_fingerprint"],
+        reading=counts["reading"],
+        account=counts["account"],
+        tokenizer=load_tokenizer(str(folder)),
         tokenizer_report=counts["tokenizer"],
-        **{name: counts[name] for name in ("corpus_name", "hub_datasets", "text_fingerprint", "reading", "account")},
-        **{name: TokenizedCorpus(folder / name) for name in STORES},
+        train=TokenizedCorpus(folder / "train"),
+        held_out=TokenizedCorpus(folder / "held_out"),
     )
+
+
+def _check_stores(text, record, check_whole):
+    """Check the two stores, and that the recorded counts are theirs."""
+    for name in STORES:
+        corpus = getattr(text, name)
+        corpus.check(len(text.tokenizer), _hashes_of(record["files"], name), whole=check_whole)
+        if len(corpus) < 2:
+            raise ValueError(f"{name} holds fewer than two documents")
+    recorded = record["counts"]
+    for name, value in text.counts().items():
+        if name.startswith((*STORES, "corpus_fingerprint")) and value != recorded.get(name):
+            raise ValueError(f"{name} is {value}, and {recorded.get(name)!r:.100} is recorded")

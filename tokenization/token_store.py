@@ -18,11 +18,13 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypedDict
 
 import numpy as np
 
 from d2l_bert.folders import content_hash, short_hash
-from d2l_bert.messages import with_progress
+from d2l_bert.messages import UserError, with_progress
+from d2l_bert.records import inside, read_record
 
 
 # Raise STORE_FORMAT by 1 when the content of the files changes: the cache's keys hold it.
@@ -33,6 +35,28 @@ TABLES = ("sentence_starts", "document_starts", "words_before")
 ARRAYS = ("ids", *TABLES, "hashes")
 
 JOINED_AT_ONCE = 1 << 22  # about the tokens that are copied at once where stores are joined
+CHECKED_AT_ONCE = 1 << 22  # numbers of a file that are checked at once
+
+# Of the ids of a store, the first that are checked whenever a prepared folder is opened, in some 0.1 s.
+CHECKED_IDS = 1 << 26
+
+
+class Types(TypedDict):
+    """The types of the numbers in the files. No other is read: `O` of NumPy would take the bytes for addresses."""
+
+    ids: Literal["<u2", "<i4"]
+    sentence_starts: Literal["<i8"]
+    document_starts: Literal["<i8"]
+    words_before: Literal["<i8"]
+    hashes: Literal["<i8"]
+
+
+class StoreRecord(TypedDict):
+    """The content of `store.json`."""
+
+    types: Types
+    source_ends: list[int]
+    fingerprint: str
 
 
 @dataclass
@@ -96,7 +120,7 @@ def write_store(
             tokens, sentences, words_before = tokens + len(section.ids), sentences + len(section.tokens), words[-1]
             last_document = max([last_document, *document_ends[-1:]])
     record = {"types": types, "source_ends": np.cumsum(in_sources).tolist()}
-    record["fingerprint"] = short_hash(record, [content_hash(folder / f"{name}.bin") for name in ARRAYS])
+    record["fingerprint"] = _fingerprint(record, [content_hash(folder / f"{name}.bin") for name in ARRAYS])
     (folder / STORE_FILE).write_text(json.dumps(record, indent=2) + "\n")
 
 
@@ -137,12 +161,80 @@ class TokenizedCorpus:
     """
 
     def __init__(self, folder: Path):
+        """
+        Raises:
+            UserError: a file is missing or cannot be read, or the sizes of the files do not fit together. What the
+                numbers are is not looked at (`check`).
+        """
         self.folder = folder
-        record = json.loads((folder / STORE_FILE).read_text())
-        self.source_ends, self.fingerprint = record["source_ends"], record["fingerprint"]
-        self.ids, self.sentence_starts, self.document_starts, self.words_before, self.hashes = (
-            _mapped(folder / f"{name}.bin", record["types"][name]) for name in ARRAYS
-        )
+        record = read_record(folder / STORE_FILE, StoreRecord)
+        if not record:
+            raise UserError(f"{folder}: holds no {STORE_FILE}; prepare the text again")
+        self.types, self.source_ends, self.fingerprint = record["types"], record["source_ends"], record["fingerprint"]
+        self.ids = self._mapped("ids")
+        self.sentence_starts = self._mapped("sentence_starts")
+        self.document_starts = self._mapped("document_starts")
+        self.words_before = self._mapped("words_before")
+        self.hashes = self._mapped("hashes")
+        self._check_sizes()
+
+    def _mapped(self, name):
+        """The numbers of a file; an empty one cannot be mapped."""
+        file, kind = inside(self.folder, f"{name}.bin"), np.dtype(self.types[name])
+        if not file.exists():
+            raise UserError(f"{file}: there is no such file; prepare the text again")
+        size = file.stat().st_size
+        if size % kind.itemsize:
+            raise UserError(
+                f"{file}: has {size:,} bytes, and each number takes {kind.itemsize}; prepare the text again"
+            )
+        return np.asarray(np.memmap(file, kind, "r")) if size else np.zeros(0, kind)
+
+    def _check_sizes(self):
+        """Refuse files whose sizes, or first and last numbers, do not fit together."""
+        documents, ends = len(self.hashes), [0, *self.source_ends]
+        if len(self.document_starts) != documents + 1 or len(self.words_before) != documents + 1:
+            self._refuse("hashes.bin, document_starts.bin and words_before.bin are of different numbers of documents")
+        if not len(self.sentence_starts):
+            self._refuse("sentence_starts.bin is empty")
+        if self.document_starts[0] != 0 or self.document_starts[-1] != len(self.sentence_starts) - 1:
+            self._refuse("document_starts.bin does not end with the number of sentences")
+        if self.sentence_starts[0] != 0 or self.sentence_starts[-1] != len(self.ids):
+            self._refuse("sentence_starts.bin does not end with the number of tokens")
+        if self.words_before[0] != 0:
+            self._refuse("words_before.bin does not begin with 0")
+        if ends != sorted(ends) or ends[-1] != documents:
+            self._refuse(f"source_ends in {STORE_FILE} does not end with the number of documents")
+
+    def _refuse(self, reason):
+        raise UserError(f"{self.folder}: damaged, as {reason}; prepare the text again")
+
+    def check(self, vocab_size: int, hashes: list[str], whole: bool = True) -> None:
+        """
+        Check the numbers of the store, which a reader relies on: starts that ascend, and ids below `vocab_size`.
+
+        Args:
+            hashes: the SHA-256 of each file of `ARRAYS`, of which the fingerprint must be.
+            whole: check all ids; else the first `CHECKED_IDS`.
+
+        Raises:
+            UserError: a number or the fingerprint is not as `write_store` writes it.
+        """
+        if self.fingerprint != _fingerprint({"types": self.types, "source_ends": self.source_ends}, hashes):
+            self._refuse(f"the fingerprint in {STORE_FILE} is of other files")
+        for name in ("sentence_starts", "document_starts"):
+            if not _is_ascending(getattr(self, name), strictly=True):
+                self._refuse(f"{name}.bin does not ascend")
+        if not _is_ascending(self.words_before, strictly=False):
+            self._refuse("words_before.bin descends")
+        self.check_ids(self.ids if whole else self.ids[:CHECKED_IDS], vocab_size)
+
+    def check_ids(self, ids: np.ndarray, vocab_size: int) -> None:
+        """Raise `UserError` if some of the store's ids are not of a vocabulary of this size."""
+        for first in range(0, len(ids), CHECKED_AT_ONCE):
+            some = ids[first : first + CHECKED_AT_ONCE]
+            if some.max() >= vocab_size or some.min() < 0:
+                self._refuse(f"ids.bin has an id that is not in the vocabulary of {vocab_size:,} entries")
 
     def __reduce__(self):  # another process maps the files again
         return TokenizedCorpus, (self.folder,)
@@ -171,6 +263,16 @@ class TokenizedCorpus:
             )
 
 
-def _mapped(file, kind):
-    """The numbers of a file; an empty one cannot be mapped."""
-    return np.asarray(np.memmap(file, kind, "r")) if file.stat().st_size else np.zeros(0, kind)
+def _fingerprint(record, hashes):
+    """A hash of the types, of where the sources end, and of the SHA-256 of each file of `ARRAYS`."""
+    return short_hash(record, hashes)
+
+
+def _is_ascending(numbers, strictly):
+    """Whether each number is larger than the one before, or, if not `strictly`, as large."""
+    is_wrong = np.less_equal if strictly else np.less
+    for first in range(0, len(numbers) - 1, CHECKED_AT_ONCE):
+        some = numbers[first : first + CHECKED_AT_ONCE + 1]
+        if is_wrong(some[1:], some[:-1]).any():
+            return False
+    return True

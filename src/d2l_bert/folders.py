@@ -1,12 +1,15 @@
 """Folders and files written atomically: complete or not at all; hashes; locks; the cache."""
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
 import logging
 import os
 import shutil
+import stat
+import tempfile
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -203,10 +206,58 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 ANOTHER_CACHE = ", or set HF_HOME to another folder"
 
+# Beside the files of a folder of the cache: what they are, so that a changed or cut one is noticed.
+SEAL_FILE = "written.json"
+
 
 def cache_folder() -> Path:
-    """The folder of the cache: `$HF_HOME/d2l_bert`."""
-    return Path(constants.HF_HOME) / "d2l_bert"
+    """
+    The folder of the cache, which is this user's own and closed to others: `$HF_HOME/d2l_bert`.
+
+    Several users may share `HF_HOME`. What another one put there, a folder or a link, could change every run that
+    reads it, so it is not read: if `d2l_bert` belongs to another user, the folder is `d2l_bert-N` with the number of
+    this one. (Prepared folders are for sharing; they are checked when they are read.)
+
+    Raises:
+        UserError: that folder, too, belongs to another user.
+    """
+    usual = Path(constants.HF_HOME) / "d2l_bert"
+    if os.name == "nt" or _is_own(usual):
+        return _closed(usual)
+    own = usual.with_name(f"d2l_bert-{os.geteuid()}")
+    if not _is_own(own):
+        raise UserError(f"cache {own}: belongs to another user; set HF_HOME to a folder of your own")
+    _say_once(f"the cache {usual} belongs to another user; {own} is used instead")
+    return _closed(own)
+
+
+def _is_own(folder):
+    """Whether a folder belongs to this user and, if it is a link, the link does, too; or nothing is there."""
+    if not os.path.lexists(folder):
+        return True
+    if not folder.is_dir():
+        return False
+    with writing(f"cache {folder}", ANOTHER_CACHE):
+        owners = {folder.lstat().st_uid, folder.stat().st_uid}
+        if owners == {os.geteuid()}:
+            return True
+        # Some shares name one owner for all files, whoever wrote them: that of a new file, too.
+        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as new:
+            return owners == {os.fstat(new.fileno()).st_uid}
+    return False
+
+
+def _closed(folder):
+    """The folder, closed to other users if it exists; a file system without permissions leaves it as it is."""
+    with contextlib.suppress(OSError):
+        if stat.S_IMODE(folder.stat().st_mode) & 0o077:
+            folder.chmod(0o700)
+    return folder
+
+
+@functools.cache
+def _say_once(line):
+    logger.warning(line)
 
 
 def cached(folder: Path, kind: str, identity: Sequence, write: Callable[[Path], object]) -> Path:
@@ -232,11 +283,11 @@ def cached(folder: Path, kind: str, identity: Sequence, write: Callable[[Path], 
 
 def write_once(path: Path, write: Callable[[Path], object]) -> None:
     """
-    Write a folder of the cache atomically, unless it exists.
+    Write a folder of the cache atomically, unless it exists and is whole (`_is_whole`).
 
     `write` fills a temporary folder, which is renamed to `path` when `write` returns, or deleted when `write` raises.
     If several processes need the folder, one writes it while the others wait. If the writing process is killed,
-    another one writes the folder.
+    another one writes the folder. One whose files have changed is deleted and written anew.
 
     Args:
         write: gets the path of the empty temporary folder. An `OSError` that it raises is reported as an error of
@@ -245,10 +296,10 @@ def write_once(path: Path, write: Callable[[Path], object]) -> None:
     Raises:
         UserError: the cache cannot be written.
     """
-    if path.exists():
+    if _is_whole(path):
         return
     with writing(f"cache {path.parent}", ANOTHER_CACHE):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = FileLock(path.with_name(f".{path.name}.lock"))
         try:
             held = lock.acquire(timeout=1.0)
@@ -256,6 +307,64 @@ def write_once(path: Path, write: Callable[[Path], object]) -> None:
             logger.info(f"waiting for another process, which writes the same text into the cache {path.parent}")
             held = lock.acquire()
         with held:
-            if not path.exists():  # else another process wrote the folder while this one waited for the lock
-                with atomic_folder(path, ANOTHER_CACHE) as partial:
-                    write(partial)
+            if _is_whole(path):  # another process wrote the folder while this one waited for the lock
+                return
+            if os.path.lexists(path):
+                logger.warning(f"cache {path}: is not as it was written; it is made anew")
+                _delete(path)
+            with atomic_folder(path, ANOTHER_CACHE) as partial:
+                write(partial)
+                _seal(partial, path.name)
+
+
+def _seal(folder, name):
+    """Write down what the files of a folder of the cache are, which will have this name."""
+    files = {
+        path.relative_to(folder).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": content_hash(path),
+            "marks": _marks(path),
+        }
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    write_json(folder / SEAL_FILE, {"name": name, "files": files})
+
+
+def _is_whole(folder):
+    """
+    Whether a folder of the cache has the files that were written into it, and they are as they were written.
+
+    A file is not read if its size and its marks are those of the time when it was written: hashing a large text would
+    take longer than all else before a run starts. Of a file with other marks, as in a copied cache, the hash is
+    compared. What the disk itself damages without a write, `prepare` notices: it hashes what it copies.
+    """
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    try:
+        seal = json.loads((folder / SEAL_FILE).read_text(encoding="utf-8"))
+        if seal["name"] != folder.name:
+            return False
+        for name, file in seal["files"].items():
+            path = folder / name
+            if path.is_symlink() or not path.is_file() or path.stat().st_size != file["bytes"]:
+                return False
+            if file["marks"] != _marks(path) and file["sha256"] != content_hash(path):
+                return False
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # the seal itself is damaged
+        return False
+    return True
+
+
+def _marks(path):
+    """Numbers of the file system that change when a file is written or replaced; a copy has others, too."""
+    status = path.stat()
+    return [status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def _delete(path):
+    """Delete a folder of the cache, or what stands in its place. A process that has opened its files keeps them."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -171,7 +171,9 @@ class BatchMaker:
         ordinary[:, 0] = False
         ids = np.where(real, self.sep, self.pad)
         ids[:, 0] = self.cls
-        ids[ordinary] = self.tokens.ids[(column + np.where(in_a, a_starts - 1, b_starts - b_columns))[ordinary]]
+        of_text = self.tokens.ids[(column + np.where(in_a, a_starts - 1, b_starts - b_columns))[ordinary]]
+        self.tokens.check_ids(of_text, len(self.is_continuation))  # of a large prepared folder they are not, before
+        ids[ordinary] = of_text
         rules = (self.mask, self.first_ordinary_id, self.ordinary_end, share, self.run.masking, self.is_continuation)
         shares = (self.run.mask_replace_prob, self.run.random_replace_prob)
         masked, chosen = masking.mask_tokens(ids, ordinary & (ids != self.unknown), pairs["key"], *rules, *shares)
