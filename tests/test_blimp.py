@@ -1,7 +1,9 @@
 """Minimal pairs: scores and decisions against a plain loop, ties, standard errors, the reading of BLiMP's files."""
 
+import json
 import math
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +13,18 @@ from promises.test_evaluating import pseudo_likelihood
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForMaskedLM, AutoProcessor, AutoTokenizer
 
+from d2l_bert.__main__ import main
 from d2l_bert.tokenization.wordpiece import plain_backend, text_backend
 from d2l_bert.training.devices import make_accelerator
 from d2l_bert.training.evaluation.config import EvaluateConfig
 from d2l_bert.training.evaluation.masked_models import MaskedModel
-from d2l_bert.training.evaluation.minimal_pairs import MinimalPair, blimp_results
+from d2l_bert.training.evaluation.minimal_pairs import (
+    PHENOMENON_OF,
+    MinimalPair,
+    blimp_results,
+    name_of_pairs,
+    read_blimp,
+)
 from d2l_bert.training.evaluation.pseudo_likelihood import encode, pseudo_log_likelihoods
 
 
@@ -120,3 +129,34 @@ def test_minicons_gives_the_same_scores(models, pairs):
         for score, metric in (("pll", "original"), ("within_word_l2r", "within_word_l2r")):
             expected = judge.sequence_score(sentences, reduction=lambda x: x.sum(0).item(), PLL_metric=metric)
             np.testing.assert_allclose(scores_of(model, sentences, score), expected, atol=1e-3)
+
+
+def test_only_pairs_of_its_paradigms_are_blimp(trained, tmp_path, capsys):
+    """67 paradigms under 13 phenomena, as in the released models' figures; of each there are 1,000 pairs."""
+    assert len(PHENOMENON_OF) == 67
+    released = json.loads(Path("model_cards/d2l-bert-tiny-books-10m/metrics.json").read_text())
+    names = {key.partition("/")[2] for key in released if key.startswith("eval_blimp_accuracy/")}
+    assert set(PHENOMENON_OF.values()) == names and len(names) == 13
+    good, bad = "Anna walked to the garden.", "Anna walk to the garden."
+    row = {"sentence_good": good, "sentence_bad": bad}
+    passive = {**row, "UID": "passive_1", "linguistics_term": "argument_structure"}
+    for name, rows, is_blimp in [
+        ("all", [passive, {**row, "UID": "wh_island"}], True),
+        ("own", [row, row], False),
+        ("mixed", [passive, {**row, "UID": "own"}], False),
+        ("renamed", [{**passive, "linguistics_term": "binding"}], False),
+        ("more", [passive] * 1001, False),
+    ]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        pairs = read_blimp(str(tmp_path / name))
+        assert name_of_pairs(pairs, str(tmp_path / name)) == ("BLiMP" if is_blimp else f"minimal pairs of {name}")
+    for name, words in (
+        ("all", "BLiMP, score pll: 2 pairs in 2 of 67"),
+        ("own", "minimal pairs of own, score pll: 2"),
+    ):
+        output = tmp_path / f"{name}.json"
+        assert main(["evaluate", str(trained), f"--blimp={tmp_path / name}", f"--output={output}"]) == 0
+        said = capsys.readouterr()
+        assert words in said.out and ("BLiMP" in said.out + said.err) == (name == "all")
+        assert json.loads(output.read_text())["models"][0]["blimp"]["name"] == words.partition(",")[0]

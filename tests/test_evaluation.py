@@ -262,3 +262,115 @@ def test_runs_of_several_seeds_are_one_row_with_mean_and_deviation(books, tmp_pa
     assert float(first["minutes"]) == pytest.approx(statistics.fmean(seconds) / 60)
     header, _, *rows = table.splitlines()
     assert header.count("|") == rows[0].count("|") == rows[1].count("|") and "(" in rows[0] and "(" not in rows[1]
+
+
+def record_of(folder, **changes):
+    """Change entries of a copied run's record: those of `run` and `data` are merged, others are replaced."""
+    record = json.loads((folder / "run_config.json").read_text())
+    for name, value in changes.items():
+        record[name] = {**record[name], **value} if isinstance(value, dict) else value
+    (folder / "run_config.json").write_text(json.dumps(record))
+
+
+def with_swapped_words(folder):
+    """Give two words of a model's tokenizer each other's number: a tokenizer of as many tokens, and another one."""
+    state = json.loads((folder / "tokenizer.json").read_text())
+    vocab = state["model"]["vocab"]
+    vocab["anna"], vocab["boris"] = vocab["boris"], vocab["anna"]
+    (folder / "tokenizer.json").write_text(json.dumps(state))
+
+
+def test_only_runs_that_differ_in_nothing_but_their_seed_are_seeds_of_one(trained, tmp_path, capsys):
+    """Copies of one run, whose records say that they had other seeds, texts, start models or options."""
+    changes = {
+        "run-1": {"run": {"seed": 1}},
+        "run-2": {"run": {"seed": 2}},
+        "again": {"run": {"seed": 2}},
+        "text": {"run": {"seed": 3}, "data": {"corpus_fingerprint": "another"}},
+        "start": {"run": {"seed": 3}, "fingerprints": [{"name": "start", "fingerprint": "another"}]},
+        "option": {"run": {"seed": 3, "weight_decay": 0.3}},
+        "words": {"run": {"seed": 3}},
+        "unfinished": {"run": {"seed": 3}},
+        "bare": {},
+    }
+    for number, (name, change) in enumerate(changes.items()):
+        shutil.copytree(trained, tmp_path / name)
+        record_of(tmp_path / name, **change)
+        metrics = json.loads((trained / "metrics.json").read_text())
+        (tmp_path / name / "metrics.json").write_text(json.dumps({**metrics, "train_words_seen": 1e6 * number}))
+    with_swapped_words(tmp_path / "words")
+    (tmp_path / "unfinished" / "metrics.json").unlink()
+    (tmp_path / "bare" / "run_config.json").unlink()
+    pairs = write_pairs(tmp_path / "pairs", paradigms=1, pairs=2)
+    words = ["evaluate", *(str(tmp_path / name) for name in changes), f"--blimp={pairs}"]
+    assert main([*words, f"--output={tmp_path / 'runs.csv'}"]) == 0
+    assert "(0.7)" in capsys.readouterr().out
+    rows = list(csv.DictReader((tmp_path / "runs.csv").open(newline="")))
+    assert [(row["runs"], row["seeds"]) for row in rows] == [("run", "2"), *((name, "1") for name in [*changes][2:])]
+    seen, deviation = rows[0]["words seen, millions"], rows[0]["words seen, millions, standard deviation"]
+    assert (float(seen), float(deviation)) == pytest.approx((0.5, math.sqrt(0.5)))
+
+
+def test_a_model_without_figures_of_a_run_has_a_row(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "a|b")
+    (tmp_path / "a|b" / "metrics.json").unlink()
+    pairs = write_pairs(tmp_path / "pairs", paradigms=1, pairs=2)
+    for name in ("runs.md", "runs.csv"):
+        assert main(["evaluate", str(tmp_path / "a|b"), f"--blimp={pairs}", f"--output={tmp_path / name}"]) == 0
+    assert "| a\\|b | 1 |" in (tmp_path / "runs.md").read_text()
+    (row,) = csv.DictReader((tmp_path / "runs.csv").open(newline=""))
+    assert row["runs"] == "a|b" and 0 <= float(row["minimal pairs of pairs"]) <= 1
+
+
+OTHER_MASKS = [
+    {"mlm_probability": "0.5->0.4"},
+    {"masking": "whole_word", "mask_replace_prob": 0.5},
+    {"pairing": "sentences", "short_seq_prob": 0.0},
+]
+
+
+@pytest.mark.parametrize("options", OTHER_MASKS, ids=lambda options: [*options][0])
+def test_models_side_by_side_are_measured_with_the_same_masks(options, trained, books, evaluate, tmp_path, capsys):
+    """Two copies of one model, whose runs had other masks, have the same figures: those of the default masks."""
+    other = shutil.copytree(trained, tmp_path / "other")
+    record_of(other, run=options)
+    text = [f"--corpus={books}", "--pppl_sentences=0", "--max_eval_pairs=40"]
+    ours, theirs = (model["text"] for model in evaluate(trained, other, *text)["models"])
+    assert ours == theirs
+    assert f"{[*options][0]} differs" in capsys.readouterr().err
+    assert ours == evaluate(trained, *text)["models"][0]["text"]  # its run had the defaults
+    alone = evaluate(other, *text)
+    assert alone["models"][0]["text"] != ours  # alone, a model has the masks of its run
+    if "mlm_probability" in options:
+        assert alone["options"]["mlm_probability"] == 0.4
+    given = evaluate(trained, other, *text, "--mlm_probability=0.3", "--masking=token")
+    assert given["options"]["mlm_probability"] == 0.3
+    assert given["models"][0]["text"]["masked_tokens"] > 1.7 * ours["masked_tokens"]
+
+
+def test_the_file_says_where_the_figures_of_models_are_of_different_things(models, books, tmp_path):
+    words = ["evaluate", str(models["ours"]), str(models["roberta"]), f"--corpus={books}", "--max_eval_pairs=20"]
+    for name in ("runs.md", "runs.csv", "all.json"):
+        assert main([*words, "--pppl_sentences=2", f"--output={tmp_path / name}"]) == 0
+        said = (tmp_path / name).read_text()
+        assert "tokenizers differ" in said and "single segments" in said
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"run": []},
+        {"run": {"objective": ["nsp"]}},
+        {"run": {"seed": {}}},
+        {"run": {"mlm_probability": "all"}},
+        {"run": {"mlm_probability": 7}},
+        {"data": 5},
+        {"data": {"tokenizer": "a"}},
+        {"fingerprints": [5]},
+        {"fingerprints": [{"name": "a"}]},
+    ],
+    ids=json.dumps,
+)
+def test_a_record_of_other_types_is_refused_in_one_line(record, folder, books, fails):
+    (folder / "run_config.json").write_text(json.dumps(record))
+    assert "run_config.json" in fails("evaluate", folder, folder, f"--corpus={books}", "--pppl_sentences=0")

@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import random
+import shutil
 import sys
 
 import pyarrow.parquet as pq
@@ -10,9 +12,16 @@ import pytest
 from finetuning import ROWS, assert_same_predictions, choice_rows, file_options, finetune, read_csv, rows_of
 from promises.driving import end, start
 from text_sources import write_table
-from transformers import pipeline
+from transformers import AutoTokenizer, BertConfig, BertModel, pipeline
 
 from d2l_bert.__main__ import main
+from d2l_bert.messages import UserError
+from d2l_bert.tokenization import long_texts
+from d2l_bert.training.finetuning import output
+from d2l_bert.training.finetuning.config import PredictConfig
+from d2l_bert.training.finetuning.predict import COLUMN_OPTIONS, restored_task
+from d2l_bert.training.finetuning.splits import Split
+from d2l_bert.training.finetuning.tasks import Row, truncated
 
 
 def predict(model, file, output, *options):
@@ -53,6 +62,9 @@ def test_a_finished_model_predicts_what_its_run_predicted(task, trained, tmp_pat
     assert table == found
     for row, other in zip(found, made, strict=True):
         shown = json.dumps(row["prediction"]) if isinstance(row["prediction"], list) else str(row["prediction"])
+        if task == "multi_label_classification":  # lists, but in CSV as the training rows have them there
+            assert isinstance(row["prediction"], list)
+            shown = ",".join(row["prediction"])
         assert shown == other["prediction"] or task == "regression"
     if task == "multiple-choice":
         four = [{**row, "choices": [*row["choices"], "a fourth"]} for row in rows]
@@ -119,6 +131,222 @@ def test_labels_in_several_columns_are_not_read(trained, tmp_path):
             [row["prediction"] for row in read_csv(predict(tmp_path / "tuned", file, tmp_path / f"{number}.csv"))]
         )
     assert made[0] == made[1] == made[2]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused before anything is computed, and what a stranger's folder, a long line or an empty cell do
+
+
+COLUMNS = {
+    "text-classification": {"text_column": ["text"], "label_column": ["label"]},
+    "multi_label_classification": {"text_column": ["text"], "text_pair_column": ["b"], "label_column": ["label"]},
+    "regression": {"text_column": ["text"], "label_column": ["label"]},
+    "token-classification": {"text_column": ["tokens"], "label_column": ["tags"]},
+    "question-answering": {"question_column": ["q"], "context_column": ["c"], "label_column": ["answers"]},
+    "multiple-choice": {"context_column": ["c"], "choices_column": ["choices"], "label_column": ["label"]},
+}
+LEARNT = {"classes": ["a", "b"], "mean": 0.5, "deviation": 2.0, "default": "O", "scheme": "BIO"}
+LEARNT |= {"has_unanswerable": False, "count": 2, "begin": 0}
+
+
+def record_of(task):
+    return {"finetune": {"task": task}, "learnt": {**LEARNT, "columns": COLUMNS[task]}, "max_seq_length": 32}
+
+
+@pytest.mark.parametrize("option", COLUMN_OPTIONS)
+@pytest.mark.parametrize("task", COLUMNS)
+def test_a_column_that_the_model_was_not_trained_with_is_refused(task, option):
+    config = PredictConfig(output="a.csv", **{option: ["x"] if option == "choices_column" else "x"})
+    if option in COLUMNS[task]:
+        assert restored_task("m", record_of(task), config).columns[option] == ["x"]
+    else:
+        with pytest.raises(UserError, match=f"{option}.*without such a column"):
+            restored_task("m", record_of(task), config)
+
+
+@pytest.mark.parametrize("option", ["text_pair_column", "question_column", "separator"])
+def test_an_option_without_effect_is_refused_by_the_command(option, classifier, tmp_path, fails):
+    file = write_table(tmp_path / "rows.jsonl", rows_of(3, 0))
+    value = ";" if option == "separator" else "nosuch"
+    line = fails("predict", classifier, file, f"--output={tmp_path / 'out.csv'}", f"--{option}={value}")
+    assert option in line and "leave" in line and not (tmp_path / "out.csv").exists()
+
+
+def test_a_table_that_is_read_as_lines_is_refused_by_its_header(classifier, tmp_path, fails, monkeypatch):
+    table = 'id;"Text";label\n1;Then Anna sold the apple;anna\n'
+    (tmp_path / "rows.txt").write_text(table)
+    places = [("predict", tmp_path / "rows.txt", "out.csv"), ("predict", "-", "out.csv"), ("embed", "-", "out.npy")]
+    for command, file, name in places:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(table.encode())))
+        line = fails(command, classifier, file, f"--output={tmp_path / name}")
+        assert "names of columns" in line and ".csv" in line and not (tmp_path / name).exists()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"text": "Then Anna"}\n')))
+    assert ".jsonl" in fails("embed", classifier, "-", f"--output={tmp_path / 'out.npy'}")
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_a_row_with_an_empty_text_is_kept_without_a_prediction(kind, classifier, tmp_path, capsys):
+    rows = [{"no": n, "text": row["text"]} for n, row in enumerate(rows_of(6, 3))]
+    whole = read_csv(predict(classifier, write_table(tmp_path / "whole.csv", rows), tmp_path / "whole-out.csv"))
+    rows[2]["text"], rows[5]["text"] = "", " "
+    file = write_table(tmp_path / "rows.csv", rows)
+    capsys.readouterr()
+    out = predict(classifier, file, tmp_path / f"out.{kind}")
+    assert "predictions for 4 rows; 2 rows without a text" in capsys.readouterr().out
+    if kind == "csv":
+        found = read_csv(out)
+    elif kind == "jsonl":
+        found = list(map(json.loads, out.read_text().splitlines()))
+    else:
+        found = pq.read_table(out).to_pylist()
+    assert [row["no"] for row in found] == list("012345")
+    for number, (row, other) in enumerate(zip(found, whole, strict=True)):
+        empty = {"csv": ""}.get(kind)
+        assert row["prediction"] == (empty if number in (2, 5) else other["prediction"])
+        assert (row["probability"] == empty) == (number in (2, 5))
+
+
+def test_a_file_of_empty_texts_is_refused(classifier, tmp_path, fails):
+    (tmp_path / "rows.csv").write_text('id,text\n1,\n2," "\n')
+    assert "no row has a text" in fails("predict", classifier, tmp_path / "rows.csv", f"--output={tmp_path / 'o.csv'}")
+
+
+@pytest.mark.parametrize("value", [["a"], 2**70, {}], ids=repr)
+def test_a_table_that_cannot_be_written_is_refused_before_anything_is_predicted(
+    value, classifier, tmp_path, fails, monkeypatch
+):
+    monkeypatch.setattr("d2l_bert.training.finetuning.trainer.predict", pytest.fail)
+    rows = [{"text": "Then Anna sold it.", "x": {} if value == {} else 1}, {"text": "Then Boris.", "x": value}]
+    file = write_table(tmp_path / "rows.jsonl", rows)
+    line = fails("predict", classifier, file, f"--output={tmp_path / 'out.parquet'}")
+    assert ".jsonl" in line and not (tmp_path / "out.parquet").exists()
+
+
+def test_rows_with_keys_of_their_own_make_no_table_of_empty_cells(tmp_path):
+    rows = [Row(f"line {n}", {"text": "a", f"key {n}": n}) for n in range(4000)]
+    split = Split(label="FILE rows.jsonl", name="rows.jsonl", rows=rows, fingerprint="")
+    for name in ("out.csv", "out.parquet"):
+        with pytest.raises(UserError, match="4,001 columns, of which a row has 2"):
+            output.check_table(tmp_path / name, split)
+    output.check_table(tmp_path / "out.jsonl", split)
+    output.write_table(tmp_path / "out.jsonl", split, {"prediction": ["b"] * 4000})
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert json.loads(lines[7]) == {"text": "a", "key 7": 7, "prediction": "b"}
+
+
+CELLS = [
+    "=1+1",
+    "+cmd|' /C calc'!A0",
+    "-2+3",
+    "@SUM(A1)",
+    "\t=1",
+    "\r=1",
+    "-5",
+    "+3.5e-7",
+    "-0,5",
+    "-5%",
+    "a=b",
+    "",
+    "-",
+]
+
+
+def test_cells_that_spreadsheets_compute_get_an_apostrophe(classifier, tmp_path):
+    rows = [{"=x": cell, "text": "Then Anna sold it."} for cell in CELLS]
+    file = write_table(tmp_path / "rows.csv", rows)
+    expected = [f"'{cell}" if number < 6 or cell == "-" else cell for number, cell in enumerate(CELLS)]
+    out = predict(classifier, file, tmp_path / "excel.csv", "--excel")
+    table = list(csv.reader(io.StringIO(out.read_bytes().decode("utf-8-sig"), newline=""), delimiter=";"))
+    assert table[0][0] == "'=x" and [row[0] for row in table[1:]] == expected
+    assert [row["=x"] for row in read_csv(predict(classifier, file, tmp_path / "plain.csv"))] == CELLS
+
+
+def test_the_tokens_that_are_read_of_a_long_text_are_those_of_the_whole(trained):
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    plain, rng = long_texts.without_limits(tokenizer.backend_tokenizer), random.Random(0)
+    for alphabet in ("ab. ", "é a\u0301,", "中文 .", " \t", ".", "x", "[MASK] "):
+        for _ in range(20):
+            most = rng.choice([8, 13, 32])
+            text = "".join(rng.choice([alphabet, *alphabet]) for _ in range(rng.randrange(2000)))
+            begun = long_texts.beginning_of(text, most, plain)
+            assert text.startswith(begun)
+            ids, of_whole = plain.encode(begun).ids, plain.encode(text).ids
+            assert ids[:most] == of_whole[:most]
+            assert begun == text or len(ids) > most
+    assert len(long_texts.beginning_of("." * 4_000_000, 512, plain)) < 1000
+
+
+@pytest.mark.parametrize("direction", ["right", "left"])
+def test_long_texts_and_pairs_have_the_inputs_of_the_whole(direction, trained):
+    tokenizer = AutoTokenizer.from_pretrained(trained, truncation_side=direction)
+    texts = ["Then Anna sold it. " * 80, "." * 2000, "short", "a. " * 700, "The apple, the pear and the drum " * 40]
+    for columns in ([texts], [texts, texts[::-1]], [texts, ["b! " * 25] * 5]):
+        for most in (9, 24):
+            found, note = truncated(tokenizer, columns, most)
+            batch = tokenizer(*columns, truncation=True, max_length=most)
+            assert [row["input_ids"] for row in found] == batch["input_ids"] and note
+
+
+WRONG_RECORDS = [
+    {"learnt": 5},
+    {"learnt": {"columns": []}},
+    {"learnt": {"columns": {"text_column": "text"}}},
+    {"learnt": {"columns": {"text_column": ["a", "b"]}}},
+    {"learnt": {"columns": {}}},
+    {"learnt": {"classes": []}},
+    {"learnt": {"classes": [1, 2]}},
+    {"learnt": {"classes": ["a", "b", "c"]}},
+    {"learnt": {"classes": None}},
+    {"finetune": []},
+    {"finetune": {"task": ["regression"]}},
+    {"finetune": {"task": "no such"}},
+    {"finetune": {"task": None}},
+    {"finetune": {"label_separator": 5}},
+    {"finetune": {"max_answer_length": "x"}},
+    {"max_seq_length": "x"},
+    {"max_seq_length": -1},
+    {"max_seq_length": 10**9},
+    {"max_seq_length": None},
+]
+
+
+@pytest.mark.parametrize("change", WRONG_RECORDS, ids=json.dumps)
+def test_a_record_that_is_not_of_this_model_is_refused_in_one_line(change, classifier, tmp_path, fails):
+    folder = shutil.copytree(classifier, tmp_path / "tuned")
+    record = json.loads((folder / "run_config.json").read_text())
+    for name, value in change.items():
+        record[name] = {**record[name], **value} if isinstance(value, dict) else value
+    (folder / "run_config.json").write_text(json.dumps(record))
+    file = write_table(tmp_path / "rows.csv", rows_of(2, 0))
+    assert "run_config.json" in fails("predict", folder, file, f"--output={tmp_path / 'out.csv'}")
+    assert not (tmp_path / "out.csv").exists()
+
+
+@pytest.mark.parametrize("task", COLUMNS)
+def test_a_record_without_a_part_that_its_task_needs_is_refused(task):
+    config, record = PredictConfig(output="a.csv"), record_of(task)
+    assert restored_task("m", {**record, "finetune": {"task": task, "option_of_tomorrow": 1}}, config).columns
+    for name in ("columns", *restored_task("m", record, config).learnt):
+        learnt = {key: value for key, value in record["learnt"].items() if key != name}
+        with pytest.raises(UserError, match="run_config.json"):
+            restored_task("m", {**record, "learnt": learnt}, config)
+    with pytest.raises(UserError, match="run_config.json"):
+        restored_task("m", {**record, "learnt": {**record["learnt"], "columns": {"label_column": ["a"]}}}, config)
+
+
+def test_a_length_that_is_no_multiple_of_8_is_learnt_and_predicted(trained, tmp_path):
+    """Rows of 44 tokens, for a model of 44 positions."""
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    BertModel(BertConfig(vocab_size=len(tokenizer), **sizes, max_position_embeddings=44)).save_pretrained(
+        tmp_path / "base"
+    )
+    tokenizer.save_pretrained(tmp_path / "base")
+    rows = [{"text": row["text"] * 9, "label": row["label"]} for row in rows_of(12, 0)]
+    files = file_options(tmp_path, train=rows, test=rows)
+    finetune(tmp_path / "base", tmp_path / "out", "--task=classification", *files, "--max_steps=1")
+    assert json.loads((tmp_path / "out" / "run_config.json").read_text())["max_seq_length"] == 44
+    assert len(read_csv(predict(tmp_path / "out", tmp_path / "test.jsonl", tmp_path / "made.csv"))) == 12
 
 
 # ---------------------------------------------------------------------------------------------------------------------

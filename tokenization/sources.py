@@ -223,8 +223,37 @@ def lines_and_cells(file: str, text_column: str = "text", separator: str = "auto
         )
     if kind != "text":
         return tables.text_rows(path, text_column, separator, all_cells=True)
-    lines = decoded(Path("standard input"), sys.stdin.buffer) if file == STDIN else decoded(path)
+    lines = _texts_of_stdin(text_column) if file == STDIN else decoded(path)
     return ((line, {text_column: line}) for line in lines)
+
+
+def _texts_of_stdin(text_column: str) -> Iterator[str]:
+    """
+    The lines of the standard input, which are texts.
+
+    Raises:
+        UserError: it is closed; or the first line is that of a table with the column, which would be read as texts.
+    """
+    source = "standard input"
+    if sys.stdin is None:
+        raise UserError(f"{source}: is closed; give a file")
+    for number, line in enumerate(decoded(Path(source), sys.stdin.buffer)):
+        if number == 0 and line.strip().casefold() != text_column.casefold():  # one word is a text
+            tables.refuse_header(line, [text_column], source)
+        if number == 0 and text_column in _object_in(line):
+            raise UserError(
+                f"{source}: holds objects of JSON with {text_column!r}; give them as a file that ends in .jsonl"
+            )
+        yield line
+
+
+def _object_in(line: str) -> dict:
+    """The object of JSON that a line is; empty for any other line."""
+    try:
+        content = json.loads(line) if line.startswith("{") else {}
+    except (ValueError, RecursionError):
+        return {}
+    return content
 
 
 def dataset_source(

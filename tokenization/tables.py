@@ -143,6 +143,42 @@ def file_kind(file: Path) -> str:
     return "jsonl" if are_objects else "text"
 
 
+def check_separator(separator: str, files: Iterable[Path]) -> None:
+    """
+    Refuse the option `separator` where it has no effect.
+
+    Args:
+        separator: as in `table_rows`.
+        files: all that are read.
+
+    Raises:
+        UserError: a separator is given, and no file is CSV or TSV; or as in `file_kind`.
+    """
+    if separator != "auto" and not any(file.is_file() and file_kind(file) in ("csv", "tsv") for file in files):
+        raise UserError("separator is for the cells of CSV and TSV, and no such file is read; leave it out")
+
+
+def refuse_header(line: str, columns: Iterable[str], source: object) -> None:
+    """
+    Refuse the first line of what is read as texts, one in each line, if it has the names of columns.
+
+    Args:
+        columns: the names; the letters' case does not count.
+        source: where the line stands, for the message.
+
+    Raises:
+        UserError: between commas, semicolons, tabs or bars the line has all of these names.
+    """
+    wanted = {column.casefold() for column in columns}
+    for separator in ",;\t|":
+        cells = {cell.strip().strip('"').casefold() for cell in line.split(separator)}
+        if wanted <= cells:
+            raise UserError(
+                f"{source}: its first line has names of columns ({line!r:.100}), so it is a table; give it as a file "
+                f"whose name ends in .csv or .tsv, or take this line out"
+            )
+
+
 def text_rows(file: Path, column: str, separator: str = "auto", all_cells: bool = False) -> Iterator[tuple[str, dict]]:
     """
     The text in a column of each row of a table, in order, and the row's cells; "" for a row without text.

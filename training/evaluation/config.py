@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from d2l_bert.messages import UserError
 from d2l_bert.options import BATCHES, MACHINE, OUTPUT, SENTENCES, TEXT, option
 from d2l_bert.tokenization.config import SourceConfig
 
@@ -33,7 +34,7 @@ class EvaluateConfig(SourceConfig):
         metavar="PATH",
         common=True,
     )
-    dataset_split: str = option("test", "split to read from each dataset", TEXT, metavar="NAME")
+    dataset_split: str = option("test", "split to read from each dataset", TEXT, metavar="NAME", needs=("dataset",))
     held_out: bool = option(
         False,
         "evaluate only on the documents that the model's run held out of this text, read with the run's options; "
@@ -45,7 +46,7 @@ class EvaluateConfig(SourceConfig):
         None,
         "most tokens in a row; the default is the model's run's, or 128, or fewer if a model has fewer positions",
         BATCHES,
-        within="[8, inf)",
+        within="[8, 2147483647]",
     )
     objective: Literal["auto", "nsp", "sop", "none"] = option(
         "auto",
@@ -72,13 +73,13 @@ class EvaluateConfig(SourceConfig):
         None,
         "most pairs (or single segments) to evaluate on; the default is all, or with held_out as many as in the run",
         BATCHES,
-        within="[1, inf)",
+        within="[1, 2147483647]",
     )
     pppl_sentences: int = option(
         200,
         "sentences in the sample for pseudo-perplexity, which needs a row for each token; 0 for none",
         BATCHES,
-        within="[0, inf)",
+        within="[0, 2147483647]",
     )
 
     blimp: str | None = option(
@@ -108,7 +109,7 @@ class EvaluateConfig(SourceConfig):
         "times that a line is read, each time with other tokens masked, every seventh for 7; 0 masks each token "
         "alone, which is exact and slow",
         SENTENCES,
-        within="[0, inf)",
+        within="[0, 2147483647]",
         needs=("line_scores",),
     )
 
@@ -154,6 +155,14 @@ class EvaluateConfig(SourceConfig):
                 self.output is not None and Path(self.output).suffix.lower() not in (".json", ".md", ".csv")
             ),
         }
+
+    def check(self) -> None:
+        """As in `Options`, and refuse options of tables where no table is read."""
+        super().check()
+        for name in ("text_column", "separator"):
+            is_given = getattr(self, name) != self.__dataclass_fields__[name].default
+            if is_given and not self.has_text() and self.line_scores is None:
+                raise UserError(f"{name} is for a text or for line_scores, and none is given; leave it out")
 
     def has_text(self) -> bool:
         """Whether there is a text to evaluate on."""

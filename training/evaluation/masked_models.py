@@ -6,15 +6,17 @@ Shapes: B rows in a batch, T tokens in a row, P masked positions in a row, H hid
 import copy
 import inspect
 import re
+from typing import TypedDict
 
 import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, PreTrainedTokenizerBase
 
-from d2l_bert.messages import reading_model, refuse_first
+from d2l_bert.messages import UserError, explained, reading_model
 from d2l_bert.modeling import conversion, loading
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForPreTrainingOutput
 from d2l_bert.pair_tasks import PAIR_TASKS
+from d2l_bert.records import check_type
 from d2l_bert.tokenization.wordpiece import plain_backend, text_backend
 
 
@@ -22,6 +24,44 @@ from d2l_bert.tokenization.wordpiece import plain_backend, text_backend
 # of the weights of that head.
 TYPES_WITH_PAIR_HEAD = ("d2l-bert", "bert", "albert", "big_bird", "fnet", "megatron-bert", "mobilebert")
 PAIR_HEAD = re.compile(r"pooler|seq_relationship|sop_classifier|^nsp\.")
+
+
+class OfTokenizer(TypedDict, total=False):
+    """What is read of a record's `data.tokenizer`."""
+
+    word_unit: str
+
+
+class OfText(TypedDict, total=False):
+    """What is read of a record's `data`."""
+
+    corpus_fingerprint: str | None
+    text_fingerprint: int | str | None
+    held_out_fingerprint: str | None
+    validation: dict | None
+    tokenizer: OfTokenizer
+
+
+class ReadFile(TypedDict):
+    """An entry of a record's `fingerprints`: a text or a model that the run has read."""
+
+    fingerprint: str
+
+
+class RunOptions(TypedDict, total=False):
+    """Of a record's `run` what is read before the options are checked."""
+
+    objective: str
+    seed: int
+
+
+class RunRecord(TypedDict, total=False):
+    """What is read of a model's `run_config.json`."""
+
+    run: RunOptions
+    architecture: dict
+    data: OfText
+    fingerprints: list[ReadFile]
 
 
 class MaskedModel(torch.nn.Module):
@@ -48,18 +88,17 @@ class MaskedModel(torch.nn.Module):
         with reading_model(name):
             config, _ = loading.read_parts(AutoModelForMaskedLM, name)
             self.name, self.record = name, loading.read_run_record(name)
+        with explained(f"{name}: run_config.json", "take the file out, or put the right one back", ValueError):
+            check_type(self.record, RunRecord)
         has_both = config.model_type in TYPES_WITH_PAIR_HEAD
         auto_class = AutoModelForPreTraining if has_both else AutoModelForMaskedLM
         self.model, self.tokenizer, missing = loading.load_pretrained(auto_class, name, PAIR_HEAD.search)
         self.parameter_count = sum(part.numel() for name, part in self.model.named_parameters() if name not in missing)
         self.eval()  # of this module, too: what restores a module's mode would else turn dropout on
-        refuse_first(
-            {
-                f"{name}: its tokenizer has no mask token; put back the tokenizer that the model was trained with": (
-                    self.tokenizer.mask_token_id is None
-                )
-            }
-        )
+        if self.tokenizer.mask_token_id is None:
+            raise UserError(
+                f"{name}: its tokenizer has no mask token; put back the tokenizer that the model was trained with"
+            )
         self.backend = plain_backend(text_backend(self.tokenizer))
         self.most_positions = conversion.longest_input(self.model.base_model, self.tokenizer)
         self._arguments = inspect.signature(self.model.forward).parameters

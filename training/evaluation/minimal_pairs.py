@@ -1,20 +1,128 @@
 """BLiMP (Warstadt et al., 2020): does a model prefer the grammatical sentence of a minimal pair?"""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from d2l_bert.messages import READ_ERRORS, explained, refuse_first
+from d2l_bert import folders
+from d2l_bert.messages import READ_ERRORS, UserError, explained
 from d2l_bert.tokenization import sources, tables
 
 
 HUB_DATASET = "nyu-mll/blimp"
 
+# What BLiMP's pairs are called.
+BLIMP = "BLiMP"
+
 # `--blimp hub` reads the data set from the Hub instead of a folder.
 FROM_HUB = "hub"
+
+# The 67 paradigms of BLiMP (`UID`) by their phenomena (`linguistics_term`), as its files have them:
+# https://github.com/alexwarstadt/blimp/tree/master/data
+PARADIGMS_OF = {
+    "anaphor_agreement": (
+        "anaphor_gender_agreement",
+        "anaphor_number_agreement",
+    ),
+    "argument_structure": (
+        "causative",
+        "drop_argument",
+        "inchoative",
+        "intransitive",
+        "passive_1",
+        "passive_2",
+        "transitive",
+    ),
+    "binding": (
+        "principle_A_c_command",
+        "principle_A_case_1",
+        "principle_A_case_2",
+        "principle_A_domain_1",
+        "principle_A_domain_2",
+        "principle_A_domain_3",
+        "principle_A_reconstruction",
+    ),
+    "control_raising": (
+        "existential_there_object_raising",
+        "existential_there_subject_raising",
+        "expletive_it_object_raising",
+        "tough_vs_raising_1",
+        "tough_vs_raising_2",
+    ),
+    "determiner_noun_agreement": (
+        "determiner_noun_agreement_1",
+        "determiner_noun_agreement_2",
+        "determiner_noun_agreement_irregular_1",
+        "determiner_noun_agreement_irregular_2",
+        "determiner_noun_agreement_with_adj_2",
+        "determiner_noun_agreement_with_adj_irregular_1",
+        "determiner_noun_agreement_with_adj_irregular_2",
+        "determiner_noun_agreement_with_adjective_1",
+    ),
+    "ellipsis": (
+        "ellipsis_n_bar_1",
+        "ellipsis_n_bar_2",
+    ),
+    "filler_gap_dependency": (
+        "wh_questions_object_gap",
+        "wh_questions_subject_gap",
+        "wh_questions_subject_gap_long_distance",
+        "wh_vs_that_no_gap",
+        "wh_vs_that_no_gap_long_distance",
+        "wh_vs_that_with_gap",
+        "wh_vs_that_with_gap_long_distance",
+    ),
+    "irregular_forms": (
+        "irregular_past_participle_adjectives",
+        "irregular_past_participle_verbs",
+    ),
+    "island_effects": (
+        "adjunct_island",
+        "complex_NP_island",
+        "coordinate_structure_constraint_complex_left_branch",
+        "coordinate_structure_constraint_object_extraction",
+        "left_branch_island_echo_question",
+        "left_branch_island_simple_question",
+        "sentential_subject_island",
+        "wh_island",
+    ),
+    "npi_licensing": (
+        "matrix_question_npi_licensor_present",
+        "npi_present_1",
+        "npi_present_2",
+        "only_npi_licensor_present",
+        "only_npi_scope",
+        "sentential_negation_npi_licensor_present",
+        "sentential_negation_npi_scope",
+    ),
+    "quantifiers": (
+        "existential_there_quantifiers_1",
+        "existential_there_quantifiers_2",
+        "superlative_quantifiers_1",
+        "superlative_quantifiers_2",
+    ),
+    "s-selection": (
+        "animate_subject_passive",
+        "animate_subject_trans",
+    ),
+    "subject_verb_agreement": (
+        "distractor_agreement_relational_noun",
+        "distractor_agreement_relative_clause",
+        "irregular_plural_subject_verb_agreement_1",
+        "irregular_plural_subject_verb_agreement_2",
+        "regular_plural_subject_verb_agreement_1",
+        "regular_plural_subject_verb_agreement_2",
+    ),
+}
+
+# The phenomenon of each paradigm of BLiMP.
+PHENOMENON_OF = {paradigm: phenomenon for phenomenon, names in PARADIGMS_OF.items() for paradigm in names}
+
+PAIRS_OF_A_PARADIGM = 1000
 
 
 class MinimalPair(NamedTuple):
@@ -23,7 +131,8 @@ class MinimalPair(NamedTuple):
 
     Args:
         paradigm: the name of the contrast, in BLiMP `UID`, such as `adjunct_island`.
-        phenomenon: what the paradigm belongs to, in BLiMP `linguistics_term`, such as `island_effects`.
+        phenomenon: what the paradigm belongs to, in BLiMP `linguistics_term`, such as `island_effects`; of pairs
+            without one that of BLiMP's paradigm, or the paradigm itself.
         good, bad: the grammatical and the ungrammatical sentence.
     """
 
@@ -45,28 +154,42 @@ def read_blimp(place: str) -> list[MinimalPair]:
     """
     pairs = []
     for where, row, name in _hub_rows() if place == FROM_HUB and not Path(place).exists() else _folder_rows(place):
-        good, bad = sentences = row.get("sentence_good"), row.get("sentence_bad")
-        refuse_first(
-            {
-                f"{where}: no sentence_good, or no sentence_bad; each line of BLiMP has both": not all(
-                    isinstance(sentence, str) and sentence.strip() for sentence in sentences
-                )
-            }
+        good = row.get("sentence_good")
+        bad = row.get("sentence_bad")
+        for sentence in (good, bad):
+            if not isinstance(sentence, str) or not sentence.strip():
+                raise UserError(f"{where}: no sentence_good, or no sentence_bad; each line of BLiMP has both")
+        paradigm = str(row.get("UID") or name)
+        phenomenon = str(row.get("linguistics_term") or PHENOMENON_OF.get(paradigm, paradigm))
+        pairs.append(MinimalPair(paradigm, phenomenon, good, bad))
+    if not pairs:
+        raise UserError(
+            f"blimp {place}: no folder with a .jsonl file of minimal pairs; give one with BLiMP's files, or {FROM_HUB}"
         )
-        pairs.append(MinimalPair(str(row.get("UID") or name), str(row.get("linguistics_term") or name), good, bad))
-    refuse_first(
-        {
-            f"blimp {place}: no folder with a .jsonl file of minimal pairs; give one with BLiMP's files, or "
-            f"{FROM_HUB}": not pairs
-        }
-    )
     return sorted(pairs, key=lambda pair: pair.paradigm)
+
+
+def name_of_pairs(pairs: Sequence[MinimalPair], place: str) -> str:
+    """
+    What the pairs are called in tables and files: `BLiMP` if each is of one of its 67 paradigms, which have 1,000
+    pairs each, under the phenomenon that it has there; for all others "minimal pairs of" and the folder's name.
+
+    Args:
+        place: as in `read_blimp`.
+    """
+    counts = Counter(pair.paradigm for pair in pairs)
+    are_known = all(PHENOMENON_OF.get(pair.paradigm) == pair.phenomenon for pair in pairs)
+    if are_known and max(counts.values()) <= PAIRS_OF_A_PARADIGM:
+        return BLIMP
+    return f"minimal pairs of {folders.base_name(place)}"
 
 
 def _folder_rows(place: str) -> Iterator[tuple[str, dict, str]]:
     """Yield for each row of a folder's files its place, the row, and the name of a paradigm that has none."""
     for file in sorted(Path(place).glob("[!.]*")):
         if tables.suffix_unpacked(file) == ".jsonl":
+            if not file.is_file():
+                raise UserError(f"{file}: is no regular file; take it out")
             with explained(file, "", *READ_ERRORS):
                 rows = list(tables.table_rows(file))
             yield from ((f"{file}, {line}", row, file.name.partition(".")[0]) for line, row in rows)

@@ -14,6 +14,7 @@ Shapes: S sentences of equal length, T tokens in a sentence with special tokens,
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from accelerate import Accelerator
 
 from d2l_bert.messages import with_progress
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
-from d2l_bert.tokenization import sources
+from d2l_bert.tokenization import long_texts, sources, tables
 from d2l_bert.training.evaluation.config import EvaluateConfig, Score
 from d2l_bert.training.evaluation.masked_models import MaskedModel
 
@@ -173,10 +174,12 @@ def print_line_scores(model: MaskedModel, config: EvaluateConfig, accelerator: A
     Raises:
         UserError: as in `sources.lines_and_cells`.
     """
+    tables.check_separator(config.separator, [Path(config.line_scores)])
+    plain = long_texts.without_limits(model.backend)
     model.backend.enable_truncation(model.most_positions)
     rows = enumerate(sources.lines_and_cells(config.line_scores, config.text_column, config.separator), 1)
     while group := [(number, line) for number, (line, _) in itertools.islice(rows, LINES_AT_ONCE)]:
-        encoded = encode(model, [line for _, line in group])
+        encoded = encode(model, [long_texts.beginning_of(line, model.most_positions, plain) for _, line in group])
         scores = pseudo_log_likelihoods(
             model, encoded, config, accelerator, f"{model.name} on {config.line_scores}", config.line_masks
         ).numpy()

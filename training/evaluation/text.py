@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import logging
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from accelerate import Accelerator
@@ -25,6 +26,13 @@ logger = logging.getLogger(__name__)
 
 # What a model's run decides of its rows, unless an option of `EvaluateConfig` does.
 ROW_OPTIONS = ("max_seq_length", "pairing", "mlm_probability", "masking", "max_eval_pairs")
+
+# What a model's run decides of its rows, and what must be the same for figures to be compared. (The length is, too:
+# that of all is the least of all.)
+SHARED_OPTIONS = (
+    *("pairing", "short_seq_prob", "mlm_probability", "masking", "mask_replace_prob", "random_replace_prob"),
+    "max_eval_pairs",
+)
 
 
 def sample_sentences(
@@ -48,8 +56,9 @@ def sample_sentences(
 def run_of(model: MaskedModel, config: EvaluateConfig) -> PretrainConfig:
     """
     The options of a run on a text for a model: those that `config` gives for the rows, else those of the model's run,
-    by its `run_config.json`, else the defaults; `max_seq_length` is at most the positions of the model, and without
-    `config.held_out` the run does not decide `max_eval_pairs`.
+    by its `run_config.json`, else the defaults; `max_seq_length` is at most the positions of the model,
+    `mlm_probability` the share at the end of the run, and without `config.held_out` the run does not decide
+    `max_eval_pairs`.
 
     Raises:
         UserError: the record has a value that its option cannot have; the tokenizer lacks a special token; the model
@@ -61,30 +70,60 @@ def run_of(model: MaskedModel, config: EvaluateConfig) -> PretrainConfig:
     run = PretrainConfig(**{name: value for name, value in recorded if groups.get(name) in (TEXT, BATCHES)})
     with messages.explained(f"{model.name}: run_config.json", "", messages.UserError):
         run.check_values()
+        share = run.mlm_probabilities()[1]
+        if not 0 < share <= 1:
+            raise messages.UserError(f"mlm_probability must be a number in (0, 1], got {share}")
+    run = dataclasses.replace(run, mlm_probability=share)
     given = {name: getattr(config, name) for name in ROW_OPTIONS}
     run = dataclasses.replace(run, **{name: value for name, value in given.items() if value is not None})
     tokenizer = model.tokenizer
-    messages.refuse_first(
-        {
-            "its tokenizer has no cls, sep or pad token, which rows of text need; use --blimp alone": None
-            in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id),
-            f"max_seq_length {config.max_seq_length}: it has {model.most_positions} positions; give no more": (
-                config.max_seq_length is not None and config.max_seq_length > model.most_positions
-            ),
-            f"it has no head for objective {config.objective}; leave objective out, or give --objective none": (
-                config.objective in PAIR_TASKS and model.task is not PAIR_TASKS[config.objective]
-            ),
-            f"its tokenizer does not say where a word goes on, as masking {run.masking} needs; give --masking token": (
-                run.masking != "token" and type(tokenizer.backend_tokenizer.model).__name__ != "WordPiece"
-            ),
-        },
-        f"{model.name}: ",
-    )
+    if None in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id):
+        raise messages.UserError(
+            f"{model.name}: its tokenizer has no cls, sep or pad token, which rows of text need; use --blimp alone"
+        )
+    if config.max_seq_length is not None and config.max_seq_length > model.most_positions:
+        raise messages.UserError(
+            f"{model.name}: max_seq_length {config.max_seq_length}: it has {model.most_positions} positions; give no "
+            f"more"
+        )
+    if config.objective in PAIR_TASKS and model.task is not PAIR_TASKS[config.objective]:
+        raise messages.UserError(
+            f"{model.name}: it has no head for objective {config.objective}; leave objective out, or give --objective "
+            f"none"
+        )
+    if run.masking != "token" and type(tokenizer.backend_tokenizer.model).__name__ != "WordPiece":
+        raise messages.UserError(
+            f"{model.name}: its tokenizer does not say where a word goes on, as masking {run.masking} needs; give "
+            f"--masking token"
+        )
     return dataclasses.replace(
         run,
         max_seq_length=min(run.max_seq_length, model.most_positions),
         max_eval_pairs=run.max_eval_pairs if config.held_out else config.max_eval_pairs,
     )
+
+
+def rows_of_all(models: Sequence[MaskedModel], config: EvaluateConfig) -> PretrainConfig:
+    """
+    The options of the rows for all models, so that their figures can be compared: those of `run_of`. Where these
+    differ, the models have the default of `pretrain`, and this is logged.
+
+    Raises:
+        UserError: as in `run_of`, for one of the models.
+    """
+    runs = [run_of(model, config) for model in models]
+    rows = dataclasses.replace(runs[0], max_seq_length=min(run.max_seq_length for run in runs))
+    default = PretrainConfig()
+    for name in SHARED_OPTIONS:
+        values = [getattr(run, name) for run in runs]
+        if any(value != values[0] for value in values):
+            rows = dataclasses.replace(rows, **{name: getattr(default, name)})
+            way_out = f"; --{name} gives all another" if name in ROW_OPTIONS else ""
+            logger.warning(
+                f"{name} differs in the models' runs ({', '.join(map(str, dict.fromkeys(values)))}): all are measured "
+                f"with {getattr(default, name)}, to be compared{way_out}"
+            )
+    return rows
 
 
 def read_text(config: EvaluateConfig, model: MaskedModel) -> tuple[str, text_store.TextPart]:
@@ -108,7 +147,8 @@ def read_text(config: EvaluateConfig, model: MaskedModel) -> tuple[str, text_sto
     run = dataclasses.replace(run, **given)
     sources = prepare.open_sources(config.corpus, config.dataset, run.dataset_split, run, run.max_documents)
     name, store = prepare.read_sources(sources, run.language)
-    messages.refuse_first({f"{name}: holds no sentence; give more text": not len(store)})
+    if not len(store):
+        raise messages.UserError(f"{name}: holds no sentence; give more text")
     if not config.held_out:
         return name, store.part()
     with messages.explained(name, "", messages.UserError):
@@ -123,7 +163,7 @@ def evaluate_text(
     name: str,
     part: text_store.TextPart,
     config: EvaluateConfig,
-    max_seq_length: int,
+    shape: PretrainConfig,
     accelerator: Accelerator,
 ) -> dict:
     """
@@ -131,6 +171,7 @@ def evaluate_text(
 
     Args:
         name, part: the text, as from `read_text`.
+        shape: the options of the rows but the objective, as from `rows_of_all`.
 
     Returns:
         The names of `held_out.held_out_metrics` without `eval_`; `pair_task`, `nsp` or `sop`, or None for a model
@@ -141,12 +182,12 @@ def evaluate_text(
     Raises:
         UserError: the text has no pair of segments, or no token to predict, for this model.
     """
-    tokens, run = _tokens(model, name, part, config), run_of(model, config)
+    tokens = _tokens(model, name, part, config)
 
     def rows_for(task):
-        shape = dataclasses.replace(run, max_seq_length=max_seq_length, objective=task.key if task else "none")
+        run = dataclasses.replace(shape, objective=task.key if task else "none")
         ranks = Ranks(accelerator.num_processes, accelerator.process_index)
-        return held_out.HeldOutPairs(tokens, model.tokenizer, shape, config.batch_tokens, name, ranks)
+        return held_out.HeldOutPairs(tokens, model.tokenizer, run, config.batch_tokens, name, ranks)
 
     task = model.task if config.objective == "auto" else PAIR_TASKS.get(config.objective)
     rows = rows_for(task)
@@ -201,21 +242,25 @@ def _tokens(model, name, part, config):
         )
     )
     asks_for_split = config.held_out and bool(data)
-    messages.refuse_first(
-        {
-            "its run held nothing out, but had a validation text; give that text, and leave held_out out": (
-                asks_for_split and data.get("validation")
-            ),
-            "its run trained on another text than this one, or read it with other options; give the text of the "
-            "run, or leave held_out out": asks_for_split and not is_text_of_run,
-            f"no document of {name} holds a token that its tokenizer knows; give other text": not len(tokens),
-            "its run held out other documents: give its files in the same order, and no option that reads them "
-            "otherwise; a corpus of parts that were prepared apart cannot be held out again": (
-                asks_for_split and data.get("held_out_fingerprint") != tokens.fingerprint
-            ),
-        },
-        f"{model.name}: ",
-    )
+    if asks_for_split and data.get("validation"):
+        raise messages.UserError(
+            f"{model.name}: its run held nothing out, but had a validation text; give that text, and leave held_out "
+            f"out"
+        )
+    if asks_for_split and not is_text_of_run:
+        raise messages.UserError(
+            f"{model.name}: its run trained on another text than this one, or read it with other options; give the "
+            f"text of the run, or leave held_out out"
+        )
+    if not len(tokens):
+        raise messages.UserError(
+            f"{model.name}: no document of {name} holds a token that its tokenizer knows; give other text"
+        )
+    if asks_for_split and data.get("held_out_fingerprint") != tokens.fingerprint:
+        raise messages.UserError(
+            f"{model.name}: its run held out other documents: give its files in the same order, and no option that "
+            f"reads them otherwise; a corpus of parts that were prepared apart cannot be held out again"
+        )
     return tokens
 
 

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Literal
 
-from d2l_bert.messages import explained
+from d2l_bert.messages import UserError, explained
 from d2l_bert.model_cards.config import check_license
 from d2l_bert.options import LENGTH, MACHINE, OPTIMIZER, OUTPUT, Options, option, option_of
 from d2l_bert.tokenization.config import Separator, SourceConfig
@@ -162,17 +162,17 @@ class FinetuneConfig(Options):
         "tokens of a row at most; longer texts are truncated, or for token-classification and question-answering cut "
         "into windows; default: 128 (question-answering: 384), or the model's positions",
         DATA,
-        within="[8, inf)",
+        within="[8, 2147483647]",
         common=True,
     )
     doc_stride: int | None = option(
         None,
         "for question-answering: tokens that two windows of a context share; default: 128, a third of max_seq_length",
         DATA,
-        within="[0, inf)",
+        within="[0, 2147483647]",
     )
     max_answer_length: int = option(
-        30, "for question-answering: most tokens of a predicted answer", DATA, within="[1, inf)"
+        30, "for question-answering: most tokens of a predicted answer", DATA, within="[1, 2147483647]"
     )
     null_score_diff_threshold: float = option(
         0.0,
@@ -200,7 +200,7 @@ class FinetuneConfig(Options):
         None,
         "stop after so many evaluations without a better value of metric_for_best_model",
         LENGTH,
-        within="[1, inf)",
+        within="[1, 2147483647]",
     )
     learning_rate: list[str] = option(
         [],
@@ -214,12 +214,12 @@ class FinetuneConfig(Options):
         None,
         "rows of a process at once; default: 32, divided by the number of processes",
         OPTIMIZER,
-        within="[1, inf)",
+        within="[1, 2147483647]",
     )
     per_device_eval_batch_size: int = option(
-        64, "rows of a process at once, without training", MACHINE, identity=False, within="[1, inf)"
+        64, "rows of a process at once, without training", MACHINE, identity=False, within="[1, 2147483647]"
     )
-    gradient_accumulation_steps: int = option(1, "batches in a step", OPTIMIZER, within="[1, inf)")
+    gradient_accumulation_steps: int = option(1, "batches in a step", OPTIMIZER, within="[1, 2147483647]")
     weight_decay: float = option(
         0.01, "AdamW's weight decay, without biases and LayerNorm", OPTIMIZER, within="[0, inf)"
     )
@@ -227,7 +227,7 @@ class FinetuneConfig(Options):
         None, "share of the steps in which the rate rises (0.1)", OPTIMIZER, within="[0, 1)"
     )
     warmup_steps: int | None = option(
-        None, "steps in which the rate rises, instead of warmup_ratio", OPTIMIZER, within="[0, inf)"
+        None, "steps in which the rate rises, instead of warmup_ratio", OPTIMIZER, within="[0, 2147483647]"
     )
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = option(
         "linear", "course of the rate after the warm-up", OPTIMIZER
@@ -265,7 +265,10 @@ class FinetuneConfig(Options):
         None, "metric on validation rows that chooses; default: the task's own", OUTPUT, metavar="NAME"
     )
     eval_steps: int | None = option(
-        None, "steps from one evaluation and checkpoint to the next; default: an epoch", OUTPUT, within="[1, inf)"
+        None,
+        "steps from one evaluation and checkpoint to the next; default: an epoch",
+        OUTPUT,
+        within="[1, 2147483647]",
     )
     report_to: list[str] = option(
         ["none"], "trackers, such as tensorboard or wandb; none for none", OUTPUT, identity=False, metavar="NAME"
@@ -353,6 +356,13 @@ class FinetuneConfig(Options):
                 len(self.learning_rate) > 1 and not self.validates()
             ),
         }
+
+    def check(self) -> None:
+        """As in `Options`, and refuse a split of a dataset that a file replaces."""
+        super().check()
+        for split in ("validation", "test"):
+            if getattr(self, f"{split}_file") and getattr(self, f"{split}_split"):
+                raise UserError(f"{split}_file and {split}_split both give the {split} rows; give one")
 
     def validates(self) -> bool:
         """Whether the run has validation rows: given, or held out of the training rows."""

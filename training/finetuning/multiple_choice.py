@@ -22,6 +22,7 @@ class MultipleChoice(tasks.Task):
 
     auto_class = "AutoModelForMultipleChoice"
     metrics_shown = ("accuracy",)
+    learnt = ("count", "begin")
     collator = DataCollatorForMultipleChoice
     usual_columns = {
         "context_column": ("context", "sent1", "premise"),
@@ -50,6 +51,8 @@ class MultipleChoice(tasks.Task):
             choices = tasks.json_in(choices[0], columns[0])
             if isinstance(choices, dict):  # as in CommonsenseQA and ARC
                 choices, names = choices.get("text"), [str(name) for name in choices.get("label") or []]
+            if not tasks.is_filled(choices):
+                raise tasks.EmptyText(f"{places[0]} is empty; write a list of choices, or take the row out")
             if not isinstance(choices, list):
                 raise ValueError(
                     f"{places[0]} holds {type(choices).__name__}, not a list of choices; give JSONL or Parquet with "

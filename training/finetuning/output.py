@@ -4,8 +4,10 @@ import csv
 import dataclasses
 import functools
 import importlib.metadata
+import itertools
 import json
 import platform
+import re
 import shlex
 import shutil
 import statistics
@@ -26,6 +28,15 @@ from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.splits import Split
 from d2l_bert.training.finetuning.tasks import LEARNT
 
+
+# A table of more cells than this has a filled cell for each so many.
+MOST_CELLS = 10_000_000
+MOST_CELLS_FOR_ONE = 100
+
+# How a cell begins that spreadsheets compute (https://owasp.org/www-community/attacks/CSV_Injection), and a number,
+# which may begin so.
+FORMULA_BEGINS = ("=", "+", "-", "@", "\t", "\r", "\n")
+A_NUMBER = re.compile(r"[+-]?(\d+([.,]\d*)?|[.,]\d+)(e[+-]?\d+)?%?", re.IGNORECASE)
 
 # In the folder of each rate and seed: the best one's model.
 MODEL_FOLDER = "model"
@@ -130,11 +141,8 @@ def write_folder(run, model, outputs: dict, tried: list[dict], seeds: list[dict]
         conversion.save_model(model, partial)
         wordpiece.save_tokenizer(run.tokenizer, partial)
         if "test" in splits:
-            write_table(
-                partial / run_folder.PREDICTIONS_FILE,
-                splits["test"],
-                task.predictions(splits["test"], outputs["test"]),
-            )
+            predicted = task.in_csv(task.predictions(splits["test"], outputs["test"]))
+            write_table(partial / run_folder.PREDICTIONS_FILE, splits["test"], predicted, are_formulas_kept=False)
         pictures.plot_finetuning(
             kept["log"],
             run.metric,
@@ -170,14 +178,57 @@ def write_folder(run, model, outputs: dict, tried: list[dict], seeds: list[dict]
     return "\n".join(lines)
 
 
-def write_table(path: Path, split: Split, predicted: dict[str, list], is_for_excel: bool = False) -> None:
+def check_table(path: Path, split: Split) -> None:
+    """
+    Refuse rows that `write_table` could not write, before anything is predicted for them.
+
+    Args:
+        path: as in `write_table`.
+        split: with all of its rows.
+
+    Raises:
+        UserError: a column of a Parquet file would have values of several kinds; or nearly all cells of the table
+            would be empty, as where each row of JSONL has keys of its own.
+    """
+    if path.suffix == ".jsonl":  # a row has its own cells alone
+        return
+    cells = len(split.rows) * len(split.columns)
+    filled = sum(len(row.cells) for row in split.rows)
+    if cells > max(MOST_CELLS, MOST_CELLS_FOR_ONE * filled):
+        raise messages.UserError(
+            f"{split.label}: {len(split.columns):,} columns, of which a row has {filled / len(split.rows):.3g}, so "
+            f"that a table of the predictions would be all but empty; give the rows the same columns"
+        )
+    if path.suffix == ".parquet":
+        with _one_kind_a_column(split):
+            columns = {name: pa.array([row.cells.get(name) for row in split.rows]) for name in split.columns}
+            schema = pa.table(columns).schema
+            pq.write_table(schema.empty_table(), pa.BufferOutputStream())  # not every kind has a form in Parquet
+
+
+def _one_kind_a_column(split):
+    """Turn PyArrow's errors about the kinds of values into a `UserError`."""
+    what = f"{split.label}: a column has values of several kinds, or whole numbers of more than 63 bits"
+    return messages.explained(what, "make them one kind, or write .jsonl", pa.ArrowException, OverflowError)
+
+
+def write_table(
+    path: Path,
+    split: Split,
+    predicted: dict[str, list],
+    is_for_excel: bool = False,
+    are_formulas_kept: bool = True,
+) -> None:
     """
     Write the rows of a split, and what was predicted for them.
 
     Args:
         path: ends in `.jsonl` or `.parquet`, which have values as they are; else it is CSV, with lists and dicts as
             JSON.
+        predicted: by the names of new columns, a value for each row; None leaves the cell empty.
         is_for_excel: whether CSV has `;` between the cells, decimal commas, and a byte order mark at its beginning.
+        are_formulas_kept: whether a cell of CSV that a spreadsheet would compute stays as it is; else it gets an
+            apostrophe in front (`as_text`).
 
     Raises:
         UserError: a column of a Parquet file has values of several kinds.
@@ -187,26 +238,33 @@ def write_table(path: Path, split: Split, predicted: dict[str, list], is_for_exc
         next(new for n in range(len(split.columns) + 1) if (new := name + n * " (predicted)") not in split.columns): of
         for name, of in predicted.items()
     }
-    rows = [
-        {**{column: row.cells.get(column) for column in split.columns}, **dict(zip(predicted, more, strict=True))}
-        for row, *more in zip(split.rows, *predicted.values(), strict=True)
-    ]
     as_json = functools.partial(json.dumps, ensure_ascii=False, default=str)  # dates become texts
+    new_cells = zip(*predicted.values(), strict=True) if predicted else itertools.repeat(())
     if path.suffix == ".jsonl":
-        path.write_text("".join(f"{as_json(row)}\n" for row in rows), encoding="utf-8")
+        with path.open("w", encoding="utf-8") as file:
+            for row, more in zip(split.rows, new_cells, strict=False):
+                file.write(f"{as_json({**row.cells, **dict(zip(predicted, more, strict=True))})}\n")
     elif path.suffix == ".parquet":
-        what = f"{split.label}: a column has values of several kinds, or whole numbers of more than 63 bits"
-        with messages.explained(what, "make them one kind, or write .jsonl", pa.ArrowException, OverflowError):
-            pq.write_table(pa.Table.from_pylist(rows), path)
+        with _one_kind_a_column(split):
+            columns = {name: [row.cells.get(name) for row in split.rows] for name in split.columns}
+            pq.write_table(pa.table({**columns, **predicted}), path)
     else:
         with path.open("w", encoding="utf-8-sig" if is_for_excel else "utf-8", newline="") as file:
             writer = csv.writer(file, delimiter=";" if is_for_excel else ",")
-            writer.writerow(rows[0])
-            for row in rows:
-                cells = [as_json(cell) if isinstance(cell, list | dict) else cell for cell in row.values()]
+            rows = (
+                [*map(row.cells.get, split.columns), *more] for row, more in zip(split.rows, new_cells, strict=False)
+            )
+            for row in itertools.chain([[*split.columns, *predicted]], rows):
+                cells = [as_json(cell) if isinstance(cell, list | dict) else cell for cell in row]
                 if is_for_excel:
                     cells = [str(cell).replace(".", ",") if isinstance(cell, float) else cell for cell in cells]
-                writer.writerow(cells)
+                writer.writerow(cells if are_formulas_kept else map(as_text, cells))
+
+
+def as_text(cell: object) -> object:
+    """A cell of CSV; with an apostrophe in front if a spreadsheet would take it for a formula and run it."""
+    is_formula = isinstance(cell, str) and cell.startswith(FORMULA_BEGINS) and not A_NUMBER.fullmatch(cell)
+    return f"'{cell}" if is_formula else cell
 
 
 def make_metrics(run, tried: list[dict], seeds: list[dict], kept: dict) -> dict:

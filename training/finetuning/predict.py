@@ -4,20 +4,39 @@ import dataclasses
 import sys
 import tempfile
 from pathlib import Path
+from typing import TypedDict
 
 import transformers
 
-from d2l_bert import folders, messages
-from d2l_bert.modeling import loading
+from d2l_bert import folders
+from d2l_bert.messages import UserError, counted, explained
+from d2l_bert.modeling import conversion, loading
+from d2l_bert.records import check_type
+from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.sources import STDIN
 from d2l_bert.training import devices
 from d2l_bert.training.finetuning import output, splits, trainer
-from d2l_bert.training.finetuning.config import FinetuneConfig, PredictConfig
+from d2l_bert.training.finetuning.config import TASKS, FinetuneConfig, PredictConfig
+from d2l_bert.training.finetuning.tasks import EmptyText, Learnt, Task
+
+
+# The options of `predict` that name columns.
+COLUMN_OPTIONS = [field.name for field in dataclasses.fields(PredictConfig) if field.name.endswith("_column")]
+
+
+class FinetunedRecord(TypedDict):
+    """What is read of the `run_config.json` of a fine-tuned model."""
+
+    finetune: dict
+    learnt: Learnt
+    max_seq_length: int
 
 
 def predict(name: str, file: str, config: PredictConfig) -> str:
     """
     Predict the labels of rows by a model that `finetune` has left, and write them beside the rows.
+
+    A row with an empty text is kept, and has nothing in the columns of predictions.
 
     Args:
         name: the model, a folder or an id on the Hub.
@@ -28,40 +47,157 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
         A message: how many rows, and where they are.
 
     Raises:
-        UserError: the model was not fine-tuned by this package, the file or one of its rows cannot be read, or the
-            output cannot be written. No file is left.
+        UserError: the model was not fine-tuned by this package, an option is not for its task, the file or one of its
+            rows cannot be read, or the output cannot be written. No file is left.
     """
     config.check()
     record, target = loading.read_run_record(name), Path(config.output)
-    messages.refuse_first(
-        {
-            f"{name}: there is no such model, or no run_config.json of d2l-bert finetune says what it predicts; give "
-            f"a model that was fine-tuned with it": "columns" not in record.get("learnt", {})
-        }
-    )
-    known = FinetuneConfig(**record["finetune"])
-    given = {option: value for option, value in vars(config).items() if value and hasattr(known, option)}
-    task = trainer.CLASSES[known.task_type](dataclasses.replace(known, model=name, **given))
-    vars(task).update(record["learnt"])
-    task.columns |= {
-        option: names if isinstance(names, list) else [names]
-        for option, names in given.items()
-        if option in task.usual_columns
-    }
+    task = restored_task(name, record, config)
+    folders.check_new_file(target.absolute())
     with tempfile.TemporaryDirectory() as scratch:
-        if file == STDIN:
-            file = str(Path(scratch, "standard input"))
-            Path(file).write_bytes(sys.stdin.buffer.read())
-        split = splits.read_file(file, "FILE", config.separator, task.columns.get("text_column", ["text"])[0])
-        task.check_columns(split, has_labels=False)
-        task.columns["label_column"], task.label = [None], None  # no row has such a column: labels are not read
-        split.rows = splits.usable(split, task.read)
+        split = read_rows(file, task, config, Path(scratch))
+        output.check_table(target, split)
+        rows = split.rows
+        split.rows = rows_with_text(split, task)
         model, tokenizer, _ = loading.load_pretrained(getattr(transformers, task.auto_class), name)
+        check_model(name, record, task, model, tokenizer)
         task.features(split, tokenizer, record["max_seq_length"])
+        with devices.restore_host_settings():
+            arguments = trainer.make_arguments(task, Path(scratch), rate=1.0, seed=0, processes=1)
+            # As they are: a finished model predicts in the units of the labels.
+            outputs = trainer.predict(task, model, arguments, tokenizer, split).predictions
+        predicted = task.predictions(split, outputs)
+        count = len(split.rows)
+        if count < len(rows):
+            places = {row.place: number for number, row in enumerate(split.rows)}
+            predicted = {column: spread(values, rows, places) for column, values in predicted.items()}
+            split.rows = rows
+        if target.suffix == ".csv":
+            predicted = task.in_csv(predicted)
         with folders.new_file(target) as partial:
-            with devices.restore_host_settings():
-                arguments = trainer.make_arguments(task, Path(scratch), rate=1.0, seed=0, processes=1)
-                # As they are: a finished model predicts in the units of the labels.
-                outputs = trainer.predict(task, model, arguments, tokenizer, split).predictions
-            output.write_table(partial, split, task.predictions(split, outputs), config.excel)
-    return f"{target}: predictions for {messages.counted(len(split.rows), 'row')}"
+            output.write_table(partial, split, predicted, config.excel, are_formulas_kept=not config.excel)
+    without = f"; {counted(len(rows) - count, 'row')} without a text: no prediction there" if count < len(rows) else ""
+    return f"{target}: predictions for {counted(count, 'row')}{without}"
+
+
+def restored_task(name: str, record: dict, config: PredictConfig) -> Task:
+    """
+    The task of a finished run, with what the run has learnt, and with the columns that the options name.
+
+    Args:
+        record: the content of the model's `run_config.json`, which may be a stranger's.
+
+    Raises:
+        UserError: the record is not that of a fine-tuning, or has entries of other types; an option names a column
+            that the model does not read.
+    """
+    learnt = record.get("learnt", {})
+    if not isinstance(learnt, dict) or "columns" not in learnt:
+        raise UserError(
+            f"{name}: there is no such model, or no run_config.json of d2l-bert finetune says what it predicts; give "
+            f"a model that was fine-tuned with it"
+        )
+    with explained(f"{name}: run_config.json", "put back that of d2l-bert finetune", ValueError, TypeError):
+        check_type(record, FinetunedRecord)
+        # A newer version may have more options.
+        known = {field.name for field in dataclasses.fields(FinetuneConfig)}
+        given = {option: value for option, value in record["finetune"].items() if option in known}
+        given |= {"model": name, "per_device_eval_batch_size": config.per_device_eval_batch_size}
+        finetune = FinetuneConfig(**given)
+        finetune.check_values()
+        if finetune.task_type not in TASKS:
+            raise ValueError(f"finetune.task must be one of {', '.join(TASKS)}, got {finetune.task!r:.100}")
+        task = trainer.CLASSES[finetune.task_type](finetune)
+        task.restore(learnt)
+    for option in COLUMN_OPTIONS:
+        column = getattr(config, option)
+        if column and option not in task.columns:
+            reads = [name for name in task.columns if name != "label_column"]
+            raise UserError(
+                f"{option}: {name} was trained without such a column, and reads {' and '.join(reads)} alone; leave "
+                f"{option} out"
+            )
+        if column:
+            task.columns[option] = column if isinstance(column, list) else [column]
+    return task
+
+
+def read_rows(file: str, task: Task, config: PredictConfig, scratch: Path) -> splits.Split:
+    """
+    The rows of a file or of the standard input, none of them looked at; `task` then reads no labels.
+
+    Args:
+        file: as in `predict`.
+        scratch: a folder in which the standard input is kept.
+
+    Raises:
+        UserError: the file cannot be read, or lacks a column that the task reads; or the first of its lines of text
+            names columns.
+    """
+    if file == STDIN:
+        if sys.stdin is None:
+            raise UserError("standard input: is closed; give a file")
+        file = str(scratch / "standard input")
+        Path(file).write_bytes(sys.stdin.buffer.read())
+    of_texts = [task.columns[option][0] for option in task.options_of_texts()]
+    split = splits.read_file(file, "FILE", config.separator, of_texts[0])
+    tables.check_separator(config.separator, [Path(file)])
+    first = split.rows[0].cells.get(of_texts[0])
+    if tables.file_kind(Path(file)) == "text" and isinstance(first, str):
+        tables.refuse_header(first, of_texts, split.label)
+    task.check_columns(split, has_labels=False)
+    task.columns["label_column"], task.label = [None], None  # no row has such a column: labels are not read
+    return split
+
+
+def rows_with_text(split: splits.Split, task: Task) -> list[splits.Row]:
+    """
+    The rows as the task reads them, without those in which a text is empty.
+
+    Raises:
+        UserError: a row cannot be used, or every row is without a text.
+    """
+    filled = []
+    for row in split.rows:
+        try:
+            read = task.read(row, split)
+        except EmptyText:
+            continue
+        except ValueError as error:
+            raise UserError(f"{split.label}, {row.place}: {error}") from None
+        if read.texts:  # a list of words may have none
+            filled.append(read)
+    if not filled:
+        raise UserError(f"{split.label}: no row has a text; give texts, or name their column")
+    return filled
+
+
+def check_model(name: str, record: FinetunedRecord, task: Task, model, tokenizer) -> None:
+    """
+    Refuse a record that is not that of the model beside it.
+
+    Raises:
+        UserError: the length of a row is not one of the model, or its head has other classes.
+    """
+    most = conversion.longest_input(model, tokenizer)
+    if not min(8, most) <= record["max_seq_length"] <= most:
+        raise UserError(
+            f"{name}: run_config.json has max_seq_length {record['max_seq_length']}, and the model reads {most} "
+            f"tokens at most; put back that of d2l-bert finetune"
+        )
+    if task.classes and len(task.classes) != model.config.num_labels:
+        raise UserError(
+            f"{name}: run_config.json has {len(task.classes)} classes, and the model {model.config.num_labels}; put "
+            f"back that of d2l-bert finetune"
+        )
+
+
+def spread(values: list, rows: list[splits.Row], numbers: dict[str, int]) -> list:
+    """
+    A column of predictions for all rows: None for rows without one.
+
+    Args:
+        values: the predictions.
+        numbers: by a row's place, the number of its prediction.
+    """
+    return [values[numbers[row.place]] if row.place in numbers else None for row in rows]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from d2l_bert.messages import explained, refuse_first
+from d2l_bert.messages import UserError, explained, refuse_first
 from d2l_bert.training.finetuning import metrics, tasks
 
 
@@ -43,6 +43,8 @@ class QuestionAnswering(tasks.Task):
 
     auto_class = "AutoModelForQuestionAnswering"
     main_metric = "f1"
+    learnt = ("has_unanswerable",)
+    least_texts = 2
     metrics_shown = ("f1", "exact_match")
     default_length = 384
     no_label = "has no answer, as each training row has; take the row out, or add training rows without an answer"
@@ -65,6 +67,11 @@ class QuestionAnswering(tasks.Task):
     def learn(self, train):
         self.settings["num_labels"] = 2  # the first token and the last, whatever the model was trained for before
         self.has_unanswerable = any(row.label is None for row in train.rows)
+        if self.config.null_score_diff_threshold and not self.has_unanswerable:
+            raise UserError(
+                f"null_score_diff_threshold is for questions without an answer, and {train.label} has none; leave it "
+                f"out"
+            )
 
     def features(self, split, tokenizer, max_seq_length):
         # How many tokens two windows of a context share.

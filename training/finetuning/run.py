@@ -92,6 +92,8 @@ class Run:
         start = trainer.read_start(config, task)
         self.model_config, self.revision, self.tokenizer, self.dropout, self.max_seq_length = start
         self.splits = splits.load_splits(config, task)
+        if "test" in self.splits:
+            output.check_table(Path(run_folder.PREDICTIONS_FILE), self.splits["test"])
         self.metric = task.metric()  # of token classification, the rows decide
         messages.refuse_first(
             {

@@ -241,6 +241,7 @@ def load_splits(config: FinetuneConfig, task: Task) -> dict[str, Split]:
         for split in SPLITS
         if (file := getattr(config, f"{split}_file"))
     }
+    tables.check_separator(config.separator, [Path(getattr(config, f"{split}_file")) for split in splits])
     if config.dataset_name() is not None:
         splits |= _read_dataset(config.dataset_name(), config, splits)
     splits = {split: splits[split] for split in SPLITS if split in splits}

@@ -5,13 +5,14 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import torch
 from transformers import DataCollatorWithPadding
 
 from d2l_bert.messages import explained, refuse_first, shortened
+from d2l_bert.tokenization import long_texts
 from d2l_bert.training.finetuning.config import FinetuneConfig
 
 
@@ -26,6 +27,24 @@ LEARNT = (
     *("columns", "classes", "number_of", "mean", "deviation", "default", "scheme", "has_unanswerable"),
     *("count", "begin"),
 )
+
+
+class Learnt(TypedDict, total=False):
+    """The entry `learnt` of `run_config.json`: what the tasks have learnt, each its part."""
+
+    columns: dict[str, list[str]]
+    classes: list[str]
+    mean: float
+    deviation: float
+    default: str
+    scheme: str | None
+    has_unanswerable: bool
+    count: int
+    begin: int
+
+
+class EmptyText(ValueError):
+    """A row has no text where one is read."""
 
 
 class Row(NamedTuple):
@@ -94,6 +113,8 @@ class Task:
         problem_type: that of the model's configuration, which has one for `AutoModelForSequenceClassification`.
         has_unanswerable: whether training rows have questions without an answer.
         no_label: what is wrong with a column of labels that has none, and the way out.
+        learnt: the entries of `Learnt`, beside the columns, that the predictions of a finished model need.
+        least_texts: how many columns of texts a row has at least, choices apart.
     """
 
     problem_type = None
@@ -102,6 +123,8 @@ class Task:
     main_metric = "accuracy"
     collator = DataCollatorWithPadding
     default_length = 128
+    learnt: tuple[str, ...] = ()
+    least_texts = 1
 
     def __init__(self, config: FinetuneConfig):
         self.config = config
@@ -127,6 +150,33 @@ class Task:
             }
         )
         return chosen.removeprefix("eval_")
+
+    def restore(self, learnt: Learnt) -> None:
+        """
+        Take what a finished run has learnt, in place of `find_columns` and `learn`.
+
+        Raises:
+            ValueError: a part of it is missing, or cannot be that of a finished run of this task.
+        """
+        for name in ("columns", *self.learnt):
+            if name not in learnt:
+                raise ValueError(f"learnt lacks the entry {name!r}")
+        for option in self.usual_columns:
+            if names := learnt["columns"].get(option):
+                self.columns[option] = names
+        of_texts = self.options_of_texts()
+        if len(of_texts) < self.least_texts or any(len(self.columns[option]) != 1 for option in of_texts):
+            raise ValueError("learnt.columns does not name a column for each text of a row")
+        if "choices_column" in self.usual_columns and "choices_column" not in self.columns:
+            raise ValueError("learnt.columns names no column of choices")
+        for name in self.learnt:
+            setattr(self, name, learnt[name])
+        if "classes" in self.learnt and not self.classes:
+            raise ValueError("learnt.classes is empty")
+
+    def options_of_texts(self) -> list[str]:
+        """The options whose columns hold a text each: all but those of choices and of labels."""
+        return [option for option in self.columns if option not in ("choices_column", "label_column")]
 
     # -----------------------------------------------------------------------------------------------------------------
     # Rows
@@ -205,11 +255,13 @@ class Task:
 
     def texts(self, cells: dict) -> tuple[str, ...]:
         """The texts in a row's columns, without choices; raises `ValueError` as `check_text`."""
-        return tuple(
-            check_text(cells.get(columns[0]), f"column {columns[0]!r}", f", or name another column with --{option}")
-            for option, columns in self.columns.items()
-            if option not in ("choices_column", "label_column")
-        )
+        texts = []
+        for option in self.options_of_texts():
+            column = self.columns[option][0]
+            texts.append(
+                check_text(cells.get(column), f"column {column!r}", f", or name another column with --{option}")
+            )
+        return tuple(texts)
 
     # -----------------------------------------------------------------------------------------------------------------
     # The model and its outputs
@@ -233,6 +285,10 @@ class Task:
         """A prediction that needs no model, in words, and its metrics of a split; None for a task without one."""
         return None
 
+    def in_csv(self, predicted: dict[str, list]) -> dict[str, list]:
+        """The columns of `predictions` as a CSV file has them, where lists are JSON unless a task joins them."""
+        return predicted
+
     def sides(self, split, outputs) -> tuple | None:
         """The true and the predicted classes in a labelled split, and their names, as in `metrics.report_by_class`."""
         return None
@@ -243,10 +299,12 @@ class Task:
 
 
 def check_text(text: object, place: str, way_out: str = "") -> str:
-    """A text at a place of a row; raises `ValueError` if it is empty, or no text."""
-    if not isinstance(text, str) or not text.strip():
-        what = "is empty" if not is_filled(text) else f"holds {type(text).__name__}, not text"
-        raise ValueError(f"{place} {what}; write a text there, or take the row out{way_out}")
+    """A text at a place of a row; raises `EmptyText` if it is empty, and another `ValueError` if it is no text."""
+    way_out = f"write a text there, or take the row out{way_out}"
+    if not is_filled(text):
+        raise EmptyText(f"{place} is empty; {way_out}")
+    if not isinstance(text, str):
+        raise ValueError(f"{place} holds {type(text).__name__}, not text; {way_out}")
     return text
 
 
@@ -337,6 +395,9 @@ def encoded(tokenizer, columns: list, max_seq_length: int, **options) -> Iterato
     Yields:
         The number of the row, the inputs, and the `tokenizers.Encoding` that they are of.
     """
+    reads_beginnings = options.keys().isdisjoint(("return_overflowing_tokens", "is_split_into_words"))
+    if reads_beginnings and tokenizer.truncation_side == "right":
+        columns = _beginnings(tokenizer, columns, max_seq_length)
     options = {"truncation": True, "max_length": max_seq_length, "verbose": False, **options}
     for begin in range(0, len(columns[0]), ROWS_AT_ONCE):
         batch = tokenizer(*(list(column[begin : begin + ROWS_AT_ONCE]) for column in columns), **options)
@@ -344,6 +405,25 @@ def encoded(tokenizer, columns: list, max_seq_length: int, **options) -> Iterato
         for window, source in enumerate(sources):
             inputs = {name: values[window] for name, values in batch.items()}
             yield begin + source, inputs, batch.encodings[window]
+
+
+def _beginnings(tokenizer, columns: list, max_seq_length: int) -> list:
+    """
+    The columns of `encoded`, of texts that are truncated, without most of what the truncation would leave out.
+
+    Of a pair, the text of more tokens is truncated: the beginning of a long one has more tokens than the other text,
+    and a pair of two long ones stays as it is.
+    """
+    if not any(long_texts.is_long(text, max_seq_length) for column in columns for text in column):
+        return columns
+    plain, rows = long_texts.without_limits(tokenizer.backend_tokenizer), []
+    for texts in zip(*columns, strict=True):
+        short = [text for text in texts if not long_texts.is_long(text, max_seq_length)]
+        if len(short) == len(texts) - 1:
+            most = max([max_seq_length, *(len(plain.encode(text)) for text in short)])
+            texts = [text if text in short else long_texts.beginning_of(text, most, plain) for text in texts]
+        rows.append(texts)
+    return list(zip(*rows, strict=True))
 
 
 def truncated(tokenizer, columns: list, max_seq_length: int) -> tuple[list[dict], str]:

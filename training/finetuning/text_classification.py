@@ -34,7 +34,7 @@ class TextTask(tasks.Task):
 
     def targets(self, split):
         """The labels of a split as numbers, (N,) or (N, C)."""
-        return np.array([self.number_of.get(row.label, -100) for row in split.rows])
+        return np.array([-100 if row.label is None else self.number_of[row.label] for row in split.rows])
 
     def features(self, split, tokenizer, max_seq_length):
         texts = list(zip(*(row.texts for row in split.rows), strict=True))
@@ -51,6 +51,7 @@ class TextClassification(TextTask):
     """One class of several for a text or a pair of texts."""
 
     problem_type = "single_label_classification"
+    learnt = ("classes",)
     metrics_shown = ("accuracy", "f1", "accuracy_f1_mean", "matthews_correlation")
 
     def label_in(self, cells, split):
@@ -82,9 +83,8 @@ class TextClassification(TextTask):
         )
 
     def know_nothing(self, train, split):
-        return "always the most frequent class", self.always(
-            split, np.bincount(self.targets(split), minlength=len(self.classes))
-        )
+        counts = np.bincount(self.targets(train), minlength=len(self.classes))
+        return "always the most frequent class of the training rows", self.always(split, counts)
 
     def sides(self, split, outputs):
         return (
@@ -107,6 +107,7 @@ class MultiLabelClassification(TextTask):
     """Several labels at once, or none, for a text or a pair of texts: a yes or no for each label."""
 
     problem_type = "multi_label_classification"
+    learnt = ("classes",)
     main_metric = "f1"
     metrics_shown = ("f1", "macro_f1", "exact_match")
 
@@ -157,10 +158,22 @@ class MultiLabelClassification(TextTask):
         return self.targets(split), (outputs > 0).astype(int), self.classes
 
     def predictions(self, split, outputs):
-        chosen = [[name for name, logit in zip(self.classes, row, strict=True) if logit > 0] for row in outputs]
-        if not any(self.config.label_separator in name for name in self.classes):  # else lists as JSON
-            chosen = [self.config.label_separator.join(names) for names in chosen]
+        chosen = []
+        for row in outputs:
+            chosen.append([name for name, logit in zip(self.classes, row, strict=True) if logit > 0])
         return {"prediction": chosen, **metrics.probability_columns(self.classes, outputs, of_each=True)}
+
+    def in_csv(self, predicted):
+        """
+        The labels of a row as `read` takes them from a cell: with the separator between them, or as a list in JSON if
+        a name has a character of the separator, or begins as JSON does.
+        """
+        between = self.config.label_separator
+        for name in self.classes:
+            if name[:1] in ("[", "{") or set(between.strip() or between) & set(name):
+                return predicted
+        joined = [names if names is None else between.join(names) for names in predicted["prediction"]]
+        return {**predicted, "prediction": joined}
 
 
 class Regression(TextTask):
@@ -172,6 +185,7 @@ class Regression(TextTask):
     """
 
     problem_type = "regression"
+    learnt = ("mean", "deviation")
     main_metric = "pearson_spearman_mean"
     metrics_shown = ("pearson", "spearman", "pearson_spearman_mean", "mse", "mae")
 

@@ -25,6 +25,7 @@ class TokenClassification(tasks.Task):
 
     auto_class = "AutoModelForTokenClassification"
     main_metric = "f1"
+    learnt = ("classes", "default", "scheme")
     metrics_shown = ("f1", "precision", "recall", "strict_f1", "accuracy")
     collator = DataCollatorForTokenClassification
     usual_columns = {"text_column": ("tokens", "words"), "label_column": ("ner_tags", "tags", "labels", "label")}

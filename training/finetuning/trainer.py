@@ -5,6 +5,7 @@ import datetime
 import logging
 import time
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 import transformers
@@ -63,6 +64,12 @@ AS_GIVEN = (
 # Written into a checkpoint after all its other files; holds the seconds of training so far. A checkpoint without this
 # file is never resumed from.
 COMPLETE_FILE = "complete"
+
+
+class Complete(TypedDict):
+    """The content of `COMPLETE_FILE`."""
+
+    seconds: float
 
 
 def read_start(
@@ -219,7 +226,10 @@ class TaskTrainer(transformers.Trainer):
     loss_is_scaled_for_ga = True
 
     def __init__(self, task: Task, model, arguments: transformers.TrainingArguments, tokenizer, **options):
-        super().__init__(model, arguments, data_collator=task.collator(tokenizer, pad_to_multiple_of=8), **options)
+        # Rows are padded to a multiple of 8, as GPUs want them, unless the last one is beyond the model's positions.
+        multiple = 8 if conversion.longest_input(model, tokenizer) % 8 in (0, conversion.NO_LIMIT % 8) else None
+        collator = task.collator(tokenizer, pad_to_multiple_of=multiple)
+        super().__init__(model, arguments, data_collator=collator, **options)
         self.task = task
         self.remove_callback(transformers.PrinterCallback)  # which Trainer adds where it has no bar
 
@@ -315,4 +325,6 @@ class Checkpoints(transformers.TrainerCallback):
 def last_checkpoint(folder: Path) -> tuple[str | None, float]:
     """The complete checkpoint of most steps in the folder of one model, and the seconds to it; None and 0 without."""
     complete = [path for path in checkpoints(folder) if (path / COMPLETE_FILE).is_file()]
-    return (str(complete[-1]), read_record(complete[-1] / COMPLETE_FILE)["seconds"]) if complete else (None, 0.0)
+    if not complete:
+        return None, 0.0
+    return str(complete[-1]), read_record(complete[-1] / COMPLETE_FILE, Complete)["seconds"]

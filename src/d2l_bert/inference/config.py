@@ -44,7 +44,7 @@ class EmbedConfig(Options):
         None,
         "most tokens of a line, the rest is cut off; the default is what the model can read",
         TEXT,
-        within="[3, inf)",
+        within="[3, 2147483647]",
         common=True,
     )
     text_column: str = option("text", "column of text in a .jsonl, .csv, .tsv or .parquet file", TEXT, common=True)
@@ -53,7 +53,7 @@ class EmbedConfig(Options):
         None,
         "most tokens computed at once, padding included; the default is 4,096 on a CPU, 65,536 on a GPU",
         MACHINE,
-        within="[1, inf)",
+        within="[1, 2147483647]",
         common=True,
     )
 
@@ -79,8 +79,12 @@ class AttentionConfig(Options):
     """
 
     output: str = option("attention.png", "new file for the picture", OUTPUT, metavar="FILE.png", common=True)
-    layer: int | None = option(None, "show this layer only, counted from 1", OUTPUT, within="[1, inf)", common=True)
-    head: int | None = option(None, "show this head only, counted from 1", OUTPUT, within="[1, inf)", common=True)
+    layer: int | None = option(
+        None, "show this layer only, counted from 1", OUTPUT, within="[1, 2147483647]", common=True
+    )
+    head: int | None = option(
+        None, "show this head only, counted from 1", OUTPUT, within="[1, 2147483647]", common=True
+    )
     word: str | None = option(
         None,
         "instead of a picture, print how far apart the vectors of this word are in TEXT and TEXT_B, layer by layer",

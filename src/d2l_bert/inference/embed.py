@@ -15,7 +15,7 @@ import torch
 from d2l_bert import folders, messages
 from d2l_bert.inference.config import EmbedConfig
 from d2l_bert.modeling import conversion, loading
-from d2l_bert.tokenization import account, rules, sources
+from d2l_bert.tokenization import account, long_texts, rules, sources, tables
 from d2l_bert.tokenization.division import grouped
 
 
@@ -57,6 +57,7 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
     config.check()
     source = "standard input" if file == sources.STDIN else file
     all_rows = sources.lines_and_cells(file, config.text_column, config.separator)
+    tables.check_separator(config.separator, [Path(file)])
     model, tokenizer = loading.load_encoder(name)
     most = conversion.longest_input(model, tokenizer)
     limit = config.max_seq_length or most
@@ -65,6 +66,7 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
     size = model.config.hidden_size
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
+    plain = long_texts.without_limits(backend)
     backend.enable_truncation(limit, direction=tokenizer.truncation_side)
     totals, even = Counter(), None
     nearest = [[] for _ in config.nearest]
@@ -74,7 +76,10 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
         groups = grouped(all_rows, lambda row: max(len(row[0]), 256), GROUP_CHARACTERS)
         for rows in messages.with_progress(groups, f"embedding {source}", documents_in=len, unit="line"):
             lines, cells = zip(*rows, strict=True)
-            encodings = backend.encode_batch_fast(lines)
+            read = lines
+            if tokenizer.truncation_side == "right":
+                read = [long_texts.beginning_of(line, limit, plain) for line in lines]
+            encodings = backend.encode_batch_fast(read)
             has_vectors = VECTOR in cells[0]
             vectors = vectors_of(encodings[:1] if has_vectors else encodings, model, tokenizer, config)
             if has_vectors:

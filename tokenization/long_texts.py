@@ -1,0 +1,50 @@
+"""The beginning of a long text that has all tokens which a model reads of it, so that the rest is not tokenized."""
+
+import copy
+
+from tokenizers import Tokenizer
+
+
+# A text with more characters than this for each token that is read is cut before it is tokenized: a token takes some
+# 650 bytes while a text is tokenized, and a line of 4 MB of full stops would take 2.6 GB. English has 4 to 5
+# characters a token, so of usual texts those are cut of which three quarters are not read.
+CHARACTERS_A_TOKEN = 16
+
+
+def without_limits(backend: Tokenizer) -> Tokenizer:
+    """A copy of a tokenizer that neither truncates nor pads."""
+    plain = copy.deepcopy(backend)
+    plain.no_truncation()
+    plain.no_padding()
+    return plain
+
+
+def is_long(text: str, most: int) -> bool:
+    """Whether a text is cut by `beginning_of`, if it can be."""
+    return len(text) > CHARACTERS_A_TOKEN * most
+
+
+def beginning_of(text: str, most: int, plain: Tokenizer) -> str:
+    """
+    The beginning of a text whose first tokens are those of the whole text, and which has more tokens than `most`.
+
+    A tokenizer cuts a text into words from left to right, so what stands behind a word does not change the words
+    before it. The beginning ends behind two words more than are needed. The text is returned as it is if it is short,
+    or if its words cannot be told, as where the whole text is one word.
+
+    Args:
+        most: how many tokens are read, without special tokens or with them.
+        plain: of `without_limits`.
+    """
+    end = CHARACTERS_A_TOKEN * most
+    while end < len(text):
+        encoding = plain.encode(text[:end], add_special_tokens=False)
+        words = encoding.word_ids
+        if None in words:  # tokens of no word: where words begin is not known
+            return text
+        behind = [place for place in range(most, len(words)) if words[place] != words[place - 1]]
+        # The third word that begins behind the tokens that are read; it may be cut, and the two before it are whole.
+        if len(behind) >= 3:
+            return text[: encoding.offsets[behind[2]][0]]
+        end *= 4
+    return text
