@@ -19,6 +19,7 @@ from d2l_bert import folders, messages, options
 from d2l_bert.model_cards import card, figures, pictures
 from d2l_bert.modeling import conversion, loading
 from d2l_bert.tokenization import account, wordpiece
+from d2l_bert.tokenization.config import dataset_and_config
 from d2l_bert.training import run_folder
 from d2l_bert.training.checkpoint import WEIGHTS_FILE
 from d2l_bert.training.finetuning import metrics as measures
@@ -36,15 +37,16 @@ def make_record(run) -> dict:
     config, splits, task = run.config, run.splits, run.task
     arguments, dataset = run.arguments(run.rates[0], config.seed), config.dataset_name()
     warmup, tag = arguments.warmup_steps, card.PIPELINE_TAGS[task.auto_class.removeprefix("AutoModel")]
-    is_on_hub = splits["train"].is_dataset and not Path(dataset).exists()
+    hub_dataset = dataset_and_config(dataset)[0] if splits["train"].is_dataset else None
+    is_on_hub = hub_dataset is not None and not Path(hub_dataset).exists()
     libraries = ("d2l-bert", "torch", "transformers", "tokenizers", "datasets", "accelerate", "scikit-learn", "scipy")
     fingerprint = loading.hash_of_model(config.model) if Path(config.model).exists() else None
     read = {
-        **{config.output_dir: None, dataset: None, config.model: fingerprint},
+        config.model: fingerprint,
         **{getattr(config, f"{name}_file"): split.fingerprint for name, split in splits.items()},
     }
     base = {
-        "name": config.model if fingerprint is None else folders.base_name(config.model),
+        "name": card.local_name(config.model),
         "revision": run.revision,
         "fingerprint": fingerprint,
     }
@@ -82,14 +84,14 @@ def make_record(run) -> dict:
                 "held_out": splits["validation"].held_out if "validation" in splits else 0.0,
                 "test_is_labelled": "test" in run.measured(),
                 "shared_with_training": {name: split.shared for name, split in splits.items() if name != "train"},
-                "hub_datasets": [dataset.partition(":")[0]] if is_on_hub else [],
+                "hub_datasets": [hub_dataset] if is_on_hub else [],
                 "has_pairs": len(task.columns) > 2,  # beside the column of labels, several
                 "has_unanswerable": task.has_unanswerable,
             },
             "local_paths": {
-                path: {"name": folders.base_name(path), "fingerprint": fingerprint}
+                path: {"name": card.local_name(path), "fingerprint": fingerprint}
                 for path, fingerprint in read.items()
-                if path and (path == config.output_dir or Path(path).exists())
+                if path
             },
             "versions": {
                 "python": platform.python_version(),
