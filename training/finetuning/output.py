@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import json
 import platform
+import re
 import shlex
 import shutil
 import statistics
@@ -27,6 +28,11 @@ from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.splits import Split
 from d2l_bert.training.finetuning.tasks import LEARNT
 
+
+# What Excel and its like may compute as a formula, also behind white space and with signs of full width; numbers begin
+# with such signs, too.
+FORMULA = re.compile("[\t\r\n]|\\s*[-=+@\uff1d\uff0b\uff0d\uff20]")
+A_NUMBER = re.compile(r"[+-]?(\d+([.,]\d+)*|[.,]\d+)(e[+-]?\d+)?\s?%?", re.IGNORECASE | re.ASCII)
 
 # In the folder of each rate and seed: the best one's model.
 MODEL_FOLDER = "model"
@@ -179,7 +185,8 @@ def write_table(path: Path, split: Split, predicted: dict[str, list], is_for_exc
     Args:
         path: ends in `.jsonl` or `.parquet`, which have values as they are; else it is CSV, with lists and dicts as
             JSON.
-        is_for_excel: whether CSV has `;` between the cells, decimal commas, and a byte order mark at its beginning.
+        is_for_excel: whether CSV has `;` between the cells, decimal commas, a byte order mark at its beginning, and an
+            apostrophe before what Excel would take for a formula.
 
     Raises:
         UserError: a column of a Parquet file has values of several kinds.
@@ -203,12 +210,21 @@ def write_table(path: Path, split: Split, predicted: dict[str, list], is_for_exc
     else:
         with path.open("w", encoding="utf-8-sig" if is_for_excel else "utf-8", newline="") as file:
             writer = csv.writer(file, delimiter=";" if is_for_excel else ",")
-            writer.writerow(rows[0])
-            for row in rows:
-                cells = [as_json(cell) if isinstance(cell, list | dict) else cell for cell in row.values()]
-                if is_for_excel:
-                    cells = [str(cell).replace(".", ",") if isinstance(cell, float) else cell for cell in cells]
-                writer.writerow(cells)
+            for row in [list(rows[0]), *(row.values() for row in rows)]:
+                cells = [as_json(cell) if isinstance(cell, list | dict) else cell for cell in row]
+                writer.writerow([_excel_cell(cell) for cell in cells] if is_for_excel else cells)
+
+
+def _excel_cell(cell):
+    """
+    A cell as Excel shows it: numbers with decimal commas; an apostrophe before a text that Excel would compute as a
+    formula, which may start programs. A text that is a number is none.
+    """
+    if isinstance(cell, float):
+        return str(cell).replace(".", ",")
+    if isinstance(cell, str) and FORMULA.match(cell) and not A_NUMBER.fullmatch(cell):
+        return f"'{cell}"
+    return cell
 
 
 def make_metrics(run, tried: list[dict], seeds: list[dict], kept: dict) -> dict:
