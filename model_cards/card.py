@@ -1,22 +1,26 @@
 """Writes and reads the model card. All numbers in a new card come from the files in the model's folder."""
 
-import json
 import math
 import re
+import shlex
 import shutil
 from pathlib import Path
+from urllib.parse import quote
 
 import jinja2
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import safe_open
 
-from d2l_bert.folders import write_json
+from d2l_bert.folders import base_name, write_json
 from d2l_bert.messages import UserError, counted, explained
 from d2l_bert.model_cards import figures
+from d2l_bert.model_cards.markdown import HIDDEN, authored, cell, code, fenced, quoted, shell_words, shown
 from d2l_bert.modeling.records import Metrics, Release, RunRecord
+from d2l_bert.options import flag
 from d2l_bert.pair_tasks import PAIR_TASKS, unit
-from d2l_bert.records import read_record
+from d2l_bert.records import inside, read_record
+from d2l_bert.tokenization.config import dataset_and_config
 from d2l_bert.tokenization.model_files import ConfigFile, check_within, find_file
 
 
@@ -31,9 +35,31 @@ PICTURE = r"\w[\w .-]*\.(png|jpg|svg)"
 
 # What a card with strange metadata, and a record with entries of strange types, raise where they are read.
 OF_CARDS = (
-    *(OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError),
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError),
     *(yaml.YAMLError, jinja2.TemplateError),
 )
+
+# An id on the Hub: an owner's name, if it has one, and the repository's.
+HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
+
+# The options of `prepare` that a prepared folder was made with, for the command on a card.
+PREPARED_WITH = (
+    *("documents", "language", "vocab_size", "lowercase", "strip_accents", "pre_tokenizer", "unicode_normalization"),
+    "individual_digits",
+)
+
+# Options that name files and folders, and those that name models and data sets: on the Hub, or on this machine.
+PATHS = (
+    *("corpus", "validation_corpus", "train_file", "validation_file", "test_file", "output_dir"),
+    "resume_from_checkpoint",
+)
+NAMES = ("model", "init_from", "tokenizer", "dataset", "validation_dataset")
+
+# Options by which a command writes or sends something elsewhere: no command on a card has one of them.
+WRITING = {
+    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "report_to"),
+    *("push_to_hub", "hub_model_id", "hub_private_repo"),
+}
 
 # The Hub's task (`pipeline_tag`) of each head; it has none for others.
 PIPELINE_TAGS = {
@@ -47,33 +73,17 @@ PIPELINE_TAGS = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Words in Markdown
-
-
-def cell(text: object) -> str:
-    """Text in one line, without the signs that Markdown takes for cells, formulas, tags and code."""
-    return re.sub(r"([\\|$<`])", r"\\\1", " ".join(str(text).split()))
-
-
-def code(text: object) -> str:
-    """Text in one line as code, for a cell of a table."""
-    line = " ".join(str(text).split()).replace("|", "\\|")
-    return f"`` {line} ``" if "`" in line else f"`{line}`"
-
-
-def quoted(text: str) -> str:
-    """Text as a string literal of Python, JavaScript and JSON."""
-    return json.dumps(text, ensure_ascii=False)
-
-
 TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent),
     trim_blocks=True,
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-TEMPLATES.globals |= {"cell": cell, "code": code, "quoted": quoted, "counted": counted, "figures": figures}
+TEMPLATES.globals |= {
+    **{of.__name__: of for of in (authored, cell, code, fenced, quoted)},
+    "counted": counted,
+    "figures": figures,
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -89,29 +99,33 @@ def render_card(folder: Path, name: str | None = None, parameters: int | None = 
             `metrics.json`, pictures and `release.json`, if the folder has these files.
         name: the name of the model, by default the name of the folder.
         parameters: the number of weights, for a folder without `model.safetensors`.
+
+    Raises:
+        UserError: an entry of a file is of another kind than those that this package writes.
     """
+    way_out = f"put back the {RUN_FILE}, {METRICS_FILE} and {RELEASE_FILE} that were written there, or take them out"
+    with explained(f"{folder}: its files cannot be shown on a card", way_out, *OF_CARDS):
+        return _rendered(folder, shown(name or folder.resolve().name), parameters or count_parameters(folder))
+
+
+def _rendered(folder, name, parameters):
     config, record = read_record(folder / "config.json", ConfigFile), read_record(folder / RUN_FILE, RunRecord)
     metrics, release = read_record(folder / METRICS_FILE, Metrics), read_record(folder / RELEASE_FILE, Release)
-    name, parameters = name or folder.resolve().name, parameters or count_parameters(folder)
-    pictures = {CURVES_FILE: "Training curves", **metrics.get("pictures", {})}
     # A model that was exported without the head that it was fine-tuned with has the card of an encoder.
     head = re.sub("^.*?(?=For|Model$)", "", config["architectures"][0])  # `ForMaskedLM` of `BertForMaskedLM`
+    if not re.fullmatch(r"\w+", head):
+        raise ValueError(f"config.json: {head!r:.100} is no class")
     is_tuned = "finetune" in record and head == record["auto_class"].removeprefix("AutoModel")
     run = record.get("finetune" if is_tuned else "run", {})
     data, recipe = (record.get("data", {}) if run else {}), release.get("recipe", {})
     start = record["base_model"]["name"] if is_tuned else run.get("init_from")
     is_local = start in (read["name"] for read in record.get("fingerprints", []))
-    base_model = None if is_local or run.get("from_scratch") else start
+    is_on_hub = bool(start) and not is_local and HUB_ID.fullmatch(start) is not None
+    base_model = start if is_on_hub and not run.get("from_scratch") else None
     # Parts may have been prepared with a language each.
     languages = ((record["base_model"] if is_tuned else run).get("language") or "").split(", ")
-    task, pipeline_tag, known = (
-        PAIR_TASKS.get(run.get("objective")),
-        PIPELINE_TAGS.get(head),
-        metrics.get("predictions", []),
-    )
-    examples = [example for prompt in recipe.get("prompts", []) for example in known if example["text"] == prompt]
-    # without texts that were chosen, those of whose first guess the model is surest
-    examples = examples or sorted(known, key=lambda example: -example["output"][0]["score"])[:3]
+    task, pipeline_tag = PAIR_TASKS.get(run.get("objective")), PIPELINE_TAGS.get(head)
+    examples = chosen_examples(metrics, recipe)
     is_ours, kind = config["model_type"] == "d2l-bert", config["model_type"].removeprefix("d2l-")
     tags = ["d2l-bert", kind, pipeline_tag, "fine-tuned" if is_tuned else None, task and task.name.replace(" ", "-")]
     card_data = ModelCardData(
@@ -123,12 +137,13 @@ def render_card(folder: Path, name: str | None = None, parameters: int | None = 
         library_name="transformers",
         pipeline_tag=pipeline_tag,
         tags=[tag for tag in tags if tag],
-        datasets=data.get("hub_datasets") or None,
+        datasets=[each for each in data.get("hub_datasets", []) if HUB_ID.fullmatch(each)] or None,
         model_name=name,
         base_model=base_model,
         base_model_relation="finetune" if is_tuned and base_model else None,
         eval_results=eval_results(metrics, record, pipeline_tag) or None,
-        widget=[{"text": example["text"]} for example in examples] or None,
+        # The metadata hold texts as they are, and so none with characters that nobody would see there.
+        widget=[{"text": each["text"]} for each in examples if not HIDDEN.search(each["text"])] or None,
     )
     return TEMPLATES.get_template("FINETUNED.md" if is_tuned else "TEMPLATE.md").render(
         card_data=card_data,
@@ -139,9 +154,9 @@ def render_card(folder: Path, name: str | None = None, parameters: int | None = 
         record=record,
         run=run,
         data=data,
-        start=start and (cell(start) if is_local else f"[{cell(start)}](https://huggingface.co/{start})"),
+        start=start and (f"[{cell(start)}](https://huggingface.co/{start})" if is_on_hub else cell(start)),
         metrics=metrics,
-        pictures={file: caption for file, caption in pictures.items() if (folder / file).is_file()},
+        pictures=shown_pictures(folder, metrics),
         release=release,
         recipe=recipe,
         task=task,
@@ -156,7 +171,57 @@ def render_card(folder: Path, name: str | None = None, parameters: int | None = 
         ),
         pipeline_tag=pipeline_tag,
         auto_class="AutoModelForMaskedLM" if head == "ForPreTraining" else f"Auto{head.replace('For', 'ModelFor')}",
+        command=command_again(record, "finetune" if is_tuned else "pretrain", run),
+        release_command=release_command(release),
+        prepare=shell_words(["d2l-bert", "prepare", *(w for o in PREPARED_WITH for w in flag(o, run.get(o)))]),
     )
+
+
+def chosen_examples(metrics: dict, recipe: dict) -> list[dict]:
+    """The predictions to show: those of the recipe's prompts; else those of whose first guess the model is surest."""
+    known = metrics.get("predictions", [])
+    of_prompts = [example for prompt in recipe.get("prompts", []) for example in known if example["text"] == prompt]
+    return of_prompts or sorted(known, key=lambda example: -example["output"][0]["score"])[:3]
+
+
+def shown_pictures(folder: Path, metrics: dict) -> dict[str, str]:
+    """
+    The pictures to show: their addresses in Markdown, and what they show.
+
+    Raises:
+        UserError: metrics.json names a picture that does not stay in the folder.
+    """
+    captions = {CURVES_FILE: "Training curves", **metrics.get("pictures", {})}
+    return {quote(file): caption for file, caption in captions.items() if inside(folder, file).is_file()}
+
+
+def command_again(record: dict, command: str, run: dict) -> str | None:
+    """
+    The command that makes a run again, as `run_config.json` has it, each word quoted anew.
+
+    Args:
+        command: the command of d2l-bert that makes such runs.
+        run: the options of the run.
+
+    Returns:
+        None if there is none, or one that may be a stranger's: of another program, or with other options than the
+        run's, or with one that writes or sends something.
+    """
+    try:
+        words = shlex.split(record.get("command") or "")
+    except ValueError:
+        return None
+    options = {word.removeprefix("--") for word in words if word.startswith("--")}
+    known = {"recipe", *run, *record.get("architecture", {})} - WRITING
+    if words[:2] != ["d2l-bert", command] or not options <= known:
+        return None
+    return shell_words(words)
+
+
+def release_command(release: dict) -> str | None:
+    """The command that makes a release again, from release.json; None if it may be a stranger's."""
+    command = release.get("command") or ""
+    return command if re.fullmatch(r"make release MODEL=[\w.-]+( [A-Z]+=DIR)*", command, re.ASCII) else None
 
 
 def eval_results(metrics: dict, record: dict, pipeline_tag: str | None) -> list[EvalResult]:
@@ -179,16 +244,16 @@ def eval_results(metrics: dict, record: dict, pipeline_tag: str | None) -> list[
         split = metric.key.partition("_")[0]
         name = metric.text or measured_on.get(split)
         if metric.task and name and math.isfinite(metrics[metric.key]):
-            invented = re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII).strip("-") or "text"
-            on_hub = "nyu-mll/blimp" if metric.key == figures.BLIMP else name if name in hub_datasets else None
+            is_on_hub = name in hub_datasets and HUB_ID.fullmatch(name)
+            on_hub = "nyu-mll/blimp" if metric.key == figures.BLIMP else name if is_on_hub else None
             # A split of a data set on the Hub is called as it is there.
             split = data["splits"][split]["name"].rpartition(", split ")[2] if on_hub and not metric.text else split
             results.append(
                 EvalResult(
                     task_type=metric.task[0] or pipeline_tag,
                     task_name=metric.task[1],
-                    dataset_type=on_hub or invented,
-                    dataset_name=name,
+                    dataset_type=on_hub or invented_id(name),
+                    dataset_name=shown(name),
                     # Keeps the figures of `d2l-bert evaluate` apart from those of a run on a corpus of the same name.
                     dataset_split="evaluation" if metric.text else split if "splits" in data else None,
                     metric_type=metric.metric_type,
@@ -199,26 +264,50 @@ def eval_results(metrics: dict, record: dict, pipeline_tag: str | None) -> list[
     return results
 
 
+def invented_id(name: str) -> str:
+    """A name as the metadata want it of a data set that is not on the Hub: it follows the rules of the Hub's ids."""
+    words = re.sub(r"[^A-Za-z0-9]*[^\w.-][^A-Za-z0-9]*|[-.]{2,}", "-", name[:200], flags=re.ASCII)
+    return re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9]+$", "", words[:96]).removesuffix(".git") or "text"
+
+
 def portable(record: dict) -> dict:
     """
     The content of run_config.json without the paths of this machine, so that a run's folder can be published as it is.
 
     Args:
-        record: the content with full paths, and with `local_paths`: by each path a dict with `name`, its last part,
-            and `fingerprint`, a hash of what the run read there, or None.
+        record: the content with options as they were given, and with `local_paths`: by each path a dict with `name`,
+            its `local_name`, and `fingerprint`, a hash of what the run read there, or None.
 
     Returns:
         The content with names in place of paths, and with `fingerprints`, the dicts of the paths that were read.
     """
-    paths = record["local_paths"]
-    text = json.dumps({name: entry for name, entry in record.items() if name != "local_paths"})
-    for path, known in paths.items():
-        text = text.replace(json.dumps(path), json.dumps(known["name"]))
-    return {
-        **json.loads(text),
-        **{name: entry for name, entry in record.items() if name == "learnt"},  # a class may be called like a path: .
-        "fingerprints": [known for known in paths.values() if known["fingerprint"]],
-    }
+    made = {name: entry for name, entry in record.items() if name != "local_paths"}
+    for part in ("run", "finetune", "identity"):
+        if part in record:
+            made[part] = {option: _portable_option(option, value) for option, value in record[part].items()}
+    return made | {"fingerprints": [known for known in record["local_paths"].values() if known["fingerprint"]]}
+
+
+def _portable_option(option, value):
+    """The value of an option, or its values, without the folders in which things lie."""
+    if option not in (*PATHS, *NAMES) or value is None:
+        return value
+    if isinstance(value, list):
+        return [_portable_option(option, one) for one in value]
+    return base_name(value) if option in PATHS else local_name(value)
+
+
+def local_name(name: str) -> str:
+    """
+    The name to show of a model, a tokenizer or a data set: an id on the Hub as it is; of what lies on this machine the
+    last part of its path. A configuration of a data set, behind a colon, stays.
+    """
+    place, config = dataset_and_config(name)
+    if config is not None and re.search(r"[/\\]", config):  # the colon of file:///folder
+        place, config = name, None
+    if not Path(place).exists() and HUB_ID.fullmatch(place):
+        return name
+    return base_name(place) if config is None else f"{base_name(place)}:{config}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -248,15 +337,8 @@ def read_card(folder: Path, license: str | None = None) -> ModelCard:
 
 
 def rendered_card(folder: Path, name: str | None = None) -> ModelCard:
-    """
-    The card that follows from a folder's records, as `render_card` writes it.
-
-    Raises:
-        UserError: a record has an entry that no card can be written of.
-    """
-    way_out = f"put back the {RUN_FILE}, {METRICS_FILE} and {RELEASE_FILE} that were written there, or take them out"
-    with explained(f"{folder}: no card can be written of its records", way_out, *OF_CARDS):
-        return ModelCard(render_card(folder, name))
+    """The card that follows from a folder's records, as `render_card` writes it, which raises `UserError`."""
+    return ModelCard(render_card(folder, name))
 
 
 def carry_card(source: str, folder: Path, name: str, has_figures: bool = True, export: dict | None = None) -> None:

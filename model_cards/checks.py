@@ -1,9 +1,13 @@
 """Checks a model folder before it is published: configuration, code, tokenizer, weights and card must agree."""
 
+import contextlib
+import html
 import json
 import re
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from urllib.parse import unquote
 
 import transformers
 
@@ -51,8 +55,24 @@ WRITTEN = (
 )
 PUBLISHED = (*WRITTEN, "LICENSE*", "*.png", "*.jpg", "*.svg")
 
-# Home folders of Linux, macOS and Windows.
-HOMES = r"(?:/home/|/Users/|[A-Za-z]:\\+Users\\+)[\w.-]*\w"
+# Paths that name folders of a machine: below a home, on a disk that was attached, on a cluster, on Windows, on a
+# server. A word is what may stand between two slashes.
+WORD = r"[\w.+@~%-]+"
+OF_PEOPLE = r"home|[Uu]sers|scratch|cluster|lustre|gpfs|Volumes|mnt|media|root"
+MACHINE_PATHS = (
+    rf"(?<![\w.~/-])(?:/{WORD}){{0,20}}/(?:{OF_PEOPLE})/+{WORD}",
+    r"(?<![\w.~/<)\]-])/(?:root|scratch|mnt|cluster|lustre|gpfs)(?![\w/-]|\.\w)",
+    rf"\bfile:/+{WORD}",
+    rf"(?<![\w~/])~\w*/(?!\.){WORD}",
+    rf"(?<![\w\\/])[A-Za-z]:[\\/]+{WORD}",
+    rf"(?<![\w\\])\\{{2,4}}{WORD}\\{{1,2}}[\w$]",
+)
+
+# Any other path from the root, of two words or more; but not those that all machines have, addresses of web pages and
+# services, and examples.
+ELSEWHERE = r"usr|bin|sbin|lib\w*|etc|dev|proc|sys|boot|run|opt|var|api|v\d\w*|path|datasets|models|spaces"
+NOT_IN_AN_ADDRESS = r"""(?<![\w.~/<)\]*&%+-])(?<!\]\()(?<!href=["'])(?<!src=["'])"""
+ANY_PATH = rf"{NOT_IN_AN_ADDRESS}/(?!(?:{ELSEWHERE})/)(?:[^\W\d]|\.){WORD}/{WORD}"
 
 # Files without text, and vocabularies, which may have any word of the corpus.
 WITHOUT_PATHS = (".safetensors", ".onnx", ".png", ".jpg", "tokenizer.json", "vocab.txt")
@@ -181,40 +201,92 @@ def check_weights(folder: Path, config: transformers.PreTrainedConfig, model_cla
 def check_card(folder: Path, license: str | None = None) -> None:
     """
     Refuse a card without a licence that the Hub knows, without its pictures, or with other figures than the folder's;
-    and a text file that names the folder, or any home folder: it says something about this machine.
+    and a text file that names a folder of a machine: it says something about this machine, or about who works there.
 
     The Hub checks the rest of the metadata, before the client sends any file.
 
     Args:
         license: replaces the licence in the card.
     """
-    card, expected = cards.read_card(folder, license), cards.rendered_card(folder)
-    found, measured = (
-        {result.metric_name: result.metric_value for result in each.data.eval_results or []}
-        for each in (card, expected)
-    )
-    pictures = [name for name in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", card.text) if "://" not in name]
-    way_out = f"put back what belongs there, or delete {cards.CARD_FILE}, and it is written again"
-    cases = {"has no licence; give --license, such as apache-2.0": not card.data.license}
-    cases |= {
-        f"shows {name}, which is not in the folder; {way_out}": not (folder / name).is_file() for name in pictures
-    }
-    cases |= {
-        f"says {name} {found.get(name)}, and {cards.METRICS_FILE} says {value}; {way_out}": (
-            found.get(name, value) != value
-        )
-        for name, value in measured.items()
-    }
-    refuse_first(cases, f"{folder / cards.CARD_FILE}: ")
-    with explained(folder / cards.CARD_FILE, "", UserError):
+    path, way_out = folder / cards.CARD_FILE, f"or delete {cards.CARD_FILE}, and it is written again"
+    card, expected = cards.read_card(folder, license), ModelCard(cards.render_card(folder))
+    if not card.data.license:
+        raise UserError(f"{path}: has no licence; give --license, such as apache-2.0")
+    for name in local_pictures(card.text):
+        if not (folder / name).is_file() or not (folder / name).resolve().is_relative_to(folder.resolve()):
+            raise UserError(
+                f"{path}: shows {name}, which is not in the folder; put back what belongs there, {way_out}"
+            )
+    found = {result.metric_name: result.metric_value for result in card.data.eval_results or []}
+    for result in expected.data.eval_results or []:
+        name, value = result.metric_name, result.metric_value
+        if found.get(name, value) != value:
+            raise UserError(
+                f"{path}: says {name} {found[name]}, and {cards.METRICS_FILE} says {value}; put back what belongs "
+                f"there, {way_out}"
+            )
+    with explained(path, "", UserError):
         for each in card.data.license if isinstance(card.data.license, list) else [card.data.license]:
             check_license(str(each))
-    here = [str(path) for path in (folder.resolve(), folder.absolute(), Path.home()) if len(path.parts) > 1]
-    here += [json.dumps(path)[1:-1] for path in here]  # escaped as in JSON
-    paths = re.compile(rf"(?<![\w.~-])(?:{'|'.join(map(re.escape, here))}|{HOMES})(?![\w-])")
     for name, file in published_files(folder).items():
-        text = "" if name.endswith(WITHOUT_PATHS) else file.read_text(encoding="utf-8", errors="replace")
+        if not name.endswith(WITHOUT_PATHS):
+            refuse_paths(folder, file)
+
+
+def refuse_paths(folder: Path, file: Path) -> None:
+    """Raise `UserError` if a text file names a folder of this machine, or one that looks like a folder of another."""
+    here = {str(path) for path in (folder.resolve(), folder.absolute(), Path.home()) if path.parts[1:]}
+    of_here = rf"(?<![\w.~-])(?:{'|'.join(map(re.escape, sorted(here)))})(?![\w-])"
+    paths = re.compile("|".join((of_here, *MACHINE_PATHS, ANY_PATH)))
+    for text in texts_in(file):
         if found := paths.search(text):
             raise UserError(
-                f"{folder / name}: names a folder of this machine ({found[0]}); remove the path before you publish"
+                f"{file}: names a folder of this machine ({found[0]:.200}); remove the path before you publish"
             )
+
+
+def texts_in(file: Path) -> Iterator[str]:
+    """What a reader of a text file sees: the strings of JSON; Markdown with its escapes and without; the whole."""
+    text = file.read_text(encoding="utf-8", errors="replace")
+    if file.suffix == ".json":
+        with contextlib.suppress(ValueError, RecursionError):
+            yield from strings_in(json.loads(text))
+            return
+    yield text
+    if file.suffix == ".md":
+        yield unescaped(text)
+
+
+def strings_in(content: object) -> Iterator[str]:
+    """All strings of JSON, the names of entries among them."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict):
+        yield from content
+        yield from strings_in(list(content.values()))
+    elif isinstance(content, list):
+        for entry in content:
+            yield from strings_in(entry)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pictures in Markdown
+
+# A block of code between fences, or a span of code between backticks.
+IN_CODE = re.compile(r"^ {0,3}(`{3,}|~{3,}).*?(?:^ {0,3}\1[`~]*\s*$|\Z)|(?<!`)(`+)(?!`).*?(?<!`)\2(?!`)", re.M | re.S)
+
+# A picture's caption, in which brackets are escaped or come in pairs, and its address, between < and > or without.
+CAPTION = r"!\[(?:[^\[\]\\]|\\.|\[(?:[^\[\]\\]|\\.)*\])*\]"
+PICTURE = re.compile(CAPTION + r"\(\s*(?:<([^<>\n]*)>|((?:[^\s()\\]|\\.|\([^\s()]*\))+))", re.S)
+
+
+def unescaped(text: str) -> str:
+    """Markdown without its backslashes before signs, and with characters for entities."""
+    return html.unescape(re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", text))
+
+
+def local_pictures(text: str) -> list[str]:
+    """The names of the pictures that a Markdown text shows from its own folder."""
+    found = PICTURE.findall(IN_CODE.sub("", text))
+    addresses = [unescaped(between or plain) for between, plain in found]
+    return [unquote(address) for address in addresses if not re.match(r"[A-Za-z][\w+.-]*:|//|#", address)]

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from conftest import write_books
@@ -11,7 +12,7 @@ from judged_models import write_pairs
 
 from d2l_bert import D2lBertForPreTraining
 from d2l_bert.__main__ import main
-from d2l_bert.model_cards.card import count_parameters, portable, render_card
+from d2l_bert.model_cards.card import count_parameters, local_name, portable, render_card
 from d2l_bert.model_cards.checks import check_card
 from d2l_bert.model_cards.evaluations import update_folder
 from d2l_bert.records import read_record
@@ -132,13 +133,29 @@ ODD = "a | b\n\n# big $x$ <b> `c"
 TABLE = {"name": ODD, "rows": 16, "fingerprint": "feed"}
 
 
-def test_a_class_is_not_renamed_where_a_path_has_its_name():
-    record = {"learnt": {"classes": [".", "a"]}, "folder": ".", "local_paths": {".": {"name": "d", "fingerprint": 1}}}
-    assert portable(record) == {
-        "learnt": {"classes": [".", "a"]},
-        "folder": "d",
-        "fingerprints": [*record["local_paths"].values()],
+def test_only_the_options_that_hold_paths_are_shortened_whatever_else_is_called_alike():
+    record = {"learnt": {"classes": [".", "a/b"]}, "finetune": {"output_dir": ".", "label_separator": "."}}
+    read = {"name": "d", "fingerprint": "f00d"}
+    assert portable({**record, "local_paths": {".": read}}) == {
+        "learnt": {"classes": [".", "a/b"]},
+        "finetune": {"output_dir": Path.cwd().name, "label_separator": "."},
+        "fingerprints": [read],
     }
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        *(("/srv/x/ds:default", "ds:default"), ("/srv/x/ds", "ds"), ("/srv/x/ds/", "ds"), ("/srv/x/ds/:c", "ds:c")),
+        *(("../x/ds", "ds"), ("../x/ds:c", "ds:c"), ("~/x/ds", "ds"), ("file:///srv/x/ds", "ds")),
+        *(("someone/ds", "someone/ds"), ("someone/ds:c", "someone/ds:c"), ("bert", "bert"), ("srv/x/ds", "ds")),
+    ],
+)
+def test_no_folder_stays_in_the_options_of_a_record(given, expected):
+    assert local_name(given) == local_name(expected) == expected
+    options = {"dataset": [given], "validation_dataset": given, "init_from": None, "text_column": "/a/b"}
+    made = portable({"run": options, "local_paths": {}})["run"]
+    assert made == {**options, "dataset": [expected], "validation_dataset": expected}
 
 
 def tuned_facts(config):
@@ -179,9 +196,9 @@ def test_the_card_of_a_fine_tuned_model_shows_its_classes_whatever_their_names(c
         *("How to use it", "Figures of this model", "By class, on the test rows", "Data and training"),
         *("Limits", "Reproduce it", "Citation"),
     ]
-    shown = r"`` a \| b # big $x$ <b> `c ``"
+    shown, in_a_sentence = r"`` a \| b # big $x$ <b> `c ``", "`` a | b # big $x$ <b> `c ``"
     assert f"| {shown} | 50.0 % | 25.0 % | 37.5 % | 8 |" in found.text
-    assert f"F1 is that of the class {shown}." in found.text and f"`x`, {shown}" in found.text
+    assert f"F1 is that of the class {in_a_sentence}." in found.text and f"`x`, {shown}" in found.text
     assert r"16 rows of a \| b # big \$x\$ \<b> \`c, fingerprint `feed`" in found.text
     assert "macro avg" not in found.text and not read_card(found.content)[1]
     # The figures of a data set of the Hub are of the split that it has there.

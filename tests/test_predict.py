@@ -115,6 +115,28 @@ def test_excel_opens_the_csv_and_columns_of_other_names_are_found(classifier, tm
     assert "has no rows" in fails("predict", classifier, tmp_path / "empty.txt", f"--output={tmp_path / 'no.csv'}")
 
 
+@pytest.mark.parametrize(
+    ("cell", "expected"),
+    [
+        *(("=HYPERLINK(1)", "'=HYPERLINK(1)"), ("=cmd|' /C calc'!A0", "'=cmd|' /C calc'!A0"), ("@SUM(1)", "'@SUM(1)")),
+        *(("+1+cmd", "'+1+cmd"), ("-2+3", "'-2+3"), ("\t=1", "'\t=1"), ("\r=1", "'\r=1"), ("\n=1", "'\n=1")),
+        *((" =1", "' =1"), ("\uff1d1", "'\uff1d1"), ("- she said", "'- she said"), ("a=b", "a=b"), ("", "")),
+        *(("-5", "-5"), ("+3,5", "+3,5"), ("-1.000,5", "-1.000,5"), ("-1e-3", "-1e-3"), ("-5 %", "-5 %")),
+        *((-0.5, "-0,5"), (-3, "-3"), (["=1"], '["=1"]')),
+    ],
+)
+def test_no_cell_is_a_formula_for_excel_but_numbers_stay_numbers(tmp_path, cell, expected):
+    column = cell if isinstance(cell, str) else "a"
+    split = Split(label="rows", name="rows", rows=[Row("row 1", {column: cell})], fingerprint="")
+    for is_for_excel in (False, True):
+        output.write_table(tmp_path / "out.csv", split, {"prediction": [cell]}, is_for_excel)
+        with (tmp_path / "out.csv").open(encoding="utf-8-sig", newline="") as file:
+            header, row = csv.reader(file, delimiter=";" if is_for_excel else ",")
+        as_it_is = json.dumps(cell) if isinstance(cell, list) else str(cell)
+        assert row == [expected if is_for_excel else as_it_is] * 2
+        assert header[0] == (row[0] if column == cell else "a")
+
+
 def test_labels_in_several_columns_are_not_read(trained, tmp_path):
     rows = [
         {"text": row["text"], "anna": int(row["label"] == "anna"), "sold": n % 2}

@@ -173,7 +173,7 @@ def local_paths(run: PretrainConfig, text) -> dict[str, dict]:
     models = {name: hash_of_model(name) for name in (run.tokenizer, run.init_from) if name and Path(name).exists()}
     written = dict.fromkeys(filter(None, (run.output_dir, run.resume_from_checkpoint)))
     return {
-        path: {"name": folders.base_name(path), "fingerprint": path_fingerprint}
+        path: {"name": card.local_name(path), "fingerprint": path_fingerprint}
         for path, path_fingerprint in {**written, **trained_on, **evaluated, **models}.items()
     }
 

@@ -21,6 +21,7 @@ from d2l_bert import folders, messages, options
 from d2l_bert.model_cards import card, figures, pictures
 from d2l_bert.modeling import conversion, loading
 from d2l_bert.tokenization import account, wordpiece
+from d2l_bert.tokenization.config import dataset_and_config
 from d2l_bert.training import run_folder
 from d2l_bert.training.checkpoint import WEIGHTS_FILE
 from d2l_bert.training.finetuning import metrics as measures
@@ -33,10 +34,10 @@ from d2l_bert.training.finetuning.tasks import LEARNT
 MOST_CELLS = 10_000_000
 MOST_CELLS_FOR_ONE = 100
 
-# How a cell begins that spreadsheets compute (https://owasp.org/www-community/attacks/CSV_Injection), and a number,
-# which may begin so.
-FORMULA_BEGINS = ("=", "+", "-", "@", "\t", "\r", "\n")
-A_NUMBER = re.compile(r"[+-]?(\d+([.,]\d*)?|[.,]\d+)(e[+-]?\d+)?%?", re.IGNORECASE)
+# What Excel and its like may compute as a formula, also behind white space and with signs of full width; numbers begin
+# with such signs, too.
+FORMULA = re.compile("[\t\r\n]|\\s*[-=+@\uff1d\uff0b\uff0d\uff20]")
+A_NUMBER = re.compile(r"[+-]?(\d+([.,]\d+)*|[.,]\d+)(e[+-]?\d+)?\s?%?", re.IGNORECASE | re.ASCII)
 
 # In the folder of each rate and seed: the best one's model.
 MODEL_FOLDER = "model"
@@ -47,15 +48,16 @@ def make_record(run) -> dict:
     config, splits, task = run.config, run.splits, run.task
     arguments, dataset = run.arguments(run.rates[0], config.seed), config.dataset_name()
     warmup, tag = arguments.warmup_steps, card.PIPELINE_TAGS[task.auto_class.removeprefix("AutoModel")]
-    is_on_hub = splits["train"].is_dataset and not Path(dataset).exists()
+    hub_dataset = dataset_and_config(dataset)[0] if splits["train"].is_dataset else None
+    is_on_hub = hub_dataset is not None and not Path(hub_dataset).exists()
     libraries = ("d2l-bert", "torch", "transformers", "tokenizers", "datasets", "accelerate", "scikit-learn", "scipy")
     fingerprint = loading.hash_of_model(config.model) if Path(config.model).exists() else None
     read = {
-        **{config.output_dir: None, dataset: None, config.model: fingerprint},
+        config.model: fingerprint,
         **{getattr(config, f"{name}_file"): split.fingerprint for name, split in splits.items()},
     }
     base = {
-        "name": config.model if fingerprint is None else folders.base_name(config.model),
+        "name": card.local_name(config.model),
         "revision": run.revision,
         "fingerprint": fingerprint,
     }
@@ -93,14 +95,14 @@ def make_record(run) -> dict:
                 "held_out": splits["validation"].held_out if "validation" in splits else 0.0,
                 "test_is_labelled": "test" in run.measured(),
                 "shared_with_training": {name: split.shared for name, split in splits.items() if name != "train"},
-                "hub_datasets": [dataset.partition(":")[0]] if is_on_hub else [],
+                "hub_datasets": [hub_dataset] if is_on_hub else [],
                 "has_pairs": len(task.columns) > 2,  # beside the column of labels, several
                 "has_unanswerable": task.has_unanswerable,
             },
             "local_paths": {
-                path: {"name": folders.base_name(path), "fingerprint": fingerprint}
+                path: {"name": card.local_name(path), "fingerprint": fingerprint}
                 for path, fingerprint in read.items()
-                if path and (path == config.output_dir or Path(path).exists())
+                if path
             },
             "versions": {
                 "python": platform.python_version(),
@@ -142,7 +144,7 @@ def write_folder(run, model, outputs: dict, tried: list[dict], seeds: list[dict]
         wordpiece.save_tokenizer(run.tokenizer, partial)
         if "test" in splits:
             predicted = task.in_csv(task.predictions(splits["test"], outputs["test"]))
-            write_table(partial / run_folder.PREDICTIONS_FILE, splits["test"], predicted, are_formulas_kept=False)
+            write_table(partial / run_folder.PREDICTIONS_FILE, splits["test"], predicted)
         pictures.plot_finetuning(
             kept["log"],
             run.metric,
@@ -217,7 +219,6 @@ def write_table(
     split: Split,
     predicted: dict[str, list],
     is_for_excel: bool = False,
-    are_formulas_kept: bool = True,
 ) -> None:
     """
     Write the rows of a split, and what was predicted for them.
@@ -226,9 +227,8 @@ def write_table(
         path: ends in `.jsonl` or `.parquet`, which have values as they are; else it is CSV, with lists and dicts as
             JSON.
         predicted: by the names of new columns, a value for each row; None leaves the cell empty.
-        is_for_excel: whether CSV has `;` between the cells, decimal commas, and a byte order mark at its beginning.
-        are_formulas_kept: whether a cell of CSV that a spreadsheet would compute stays as it is; else it gets an
-            apostrophe in front (`as_text`).
+        is_for_excel: whether CSV has `;` between the cells, decimal commas, a byte order mark at its beginning, and an
+            apostrophe before what Excel would take for a formula.
 
     Raises:
         UserError: a column of a Parquet file has values of several kinds.
@@ -256,15 +256,19 @@ def write_table(
             )
             for row in itertools.chain([[*split.columns, *predicted]], rows):
                 cells = [as_json(cell) if isinstance(cell, list | dict) else cell for cell in row]
-                if is_for_excel:
-                    cells = [str(cell).replace(".", ",") if isinstance(cell, float) else cell for cell in cells]
-                writer.writerow(cells if are_formulas_kept else map(as_text, cells))
+                writer.writerow([_excel_cell(cell) for cell in cells] if is_for_excel else cells)
 
 
-def as_text(cell: object) -> object:
-    """A cell of CSV; with an apostrophe in front if a spreadsheet would take it for a formula and run it."""
-    is_formula = isinstance(cell, str) and cell.startswith(FORMULA_BEGINS) and not A_NUMBER.fullmatch(cell)
-    return f"'{cell}" if is_formula else cell
+def _excel_cell(cell):
+    """
+    A cell as Excel shows it: numbers with decimal commas; an apostrophe before a text that Excel would compute as a
+    formula, which may start programs. A text that is a number is none.
+    """
+    if isinstance(cell, float):
+        return str(cell).replace(".", ",")
+    if isinstance(cell, str) and FORMULA.match(cell) and not A_NUMBER.fullmatch(cell):
+        return f"'{cell}"
+    return cell
 
 
 def make_metrics(run, tried: list[dict], seeds: list[dict], kept: dict) -> dict:

@@ -13,7 +13,9 @@ import numpy as np
 
 from d2l_bert import folders
 from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, refuse_first
+from d2l_bert.model_cards.card import local_name
 from d2l_bert.tokenization import sources, tables
+from d2l_bert.tokenization.config import dataset_and_config
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.tasks import Row, Task, name_of
 
@@ -178,15 +180,15 @@ def _read_dataset(name: str, config: FinetuneConfig, read: dict[str, Split]) -> 
     """
     import datasets
 
-    path, _, part = (name, "", "") if Path(name).exists() else name.partition(":")
+    path, part = dataset_and_config(name)
     hint = "give an id on the Hub, or a folder of save_to_disk or of data files; --train_file takes a file"
     with sources.dataset_errors(path, hint):
         if sources.is_saved_dataset(path):
             found = datasets.load_from_disk(path)
         else:
             # Of CSV files pandas would read the words None, NA and null as empty.
-            is_csv = hasattr(datasets.load_dataset_builder(path, part or None).config, "keep_default_na")
-            found = datasets.load_dataset(path, part or None, **({"keep_default_na": False} if is_csv else {}))
+            is_csv = hasattr(datasets.load_dataset_builder(path, part).config, "keep_default_na")
+            found = datasets.load_dataset(path, part, **({"keep_default_na": False} if is_csv else {}))
     found = found if isinstance(found, dict) else {"train": found}
     asked = {split: getattr(config, f"{split}_split") for split in SPLITS if split not in read}
     splits = {}
@@ -209,7 +211,7 @@ def _read_dataset(name: str, config: FinetuneConfig, read: dict[str, Split]) -> 
         kinds = {column: getattr(kind, "feature", kind) for column, kind in rows.features.items()}
         splits[split] = Split(
             label=f"dataset {name}, split {used}",
-            name=f"{folders.base_name(name) if Path(name).exists() else name}, split {used}",
+            name=f"{local_name(name)}, split {used}",
             rows=[Row(f"row {number:,}", row) for number, row in enumerate(cells, 1)],
             fingerprint=folders.short_hash(repr(cells)),
             class_names={

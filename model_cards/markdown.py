@@ -1,0 +1,89 @@
+"""Words of others in Markdown, in code and in shell commands: they show as they are, and become no markup."""
+
+import json
+import re
+import shlex
+
+
+# Characters that show nothing, or turn the order of those beside them: control characters, marks of the direction of
+# writing (Unicode's annex 9), separators of lines, halves of characters (which no file in UTF-8 can hold).
+HIDDEN = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
+
+# A token such as [MASK] is a link only where a line `[MASK]: address` or brackets with an address follow.
+TOKEN = r"\[[A-Za-z0-9]+\](?![(\[:])"
+
+# What CommonMark and GitHub's extensions take for emphasis, code, links, pictures, tags, entities, formulas, words
+# that are struck out, cells, the end of a heading, and addresses that become links of their own. `_` inside a word is
+# no emphasis.
+MARKUP = re.compile(
+    rf"{TOKEN}|[\\`*\[\]<|~$]|(?<![^\W_])_|_(?![^\W_])|&(?=#?\w+;)|#$|:(?=//)|(?<=www)\.|(?<=mailto):|(?<=xmpp):",
+    re.IGNORECASE,
+)
+
+
+def shown(text: object) -> str:
+    """Text in one line; characters that show nothing are written as escapes, such as `\\u202e`."""
+    return HIDDEN.sub(_escape, " ".join(str(text).split()))
+
+
+def cell(text: object) -> str:
+    """Text in one line that Markdown shows as it is: in a sentence, a heading, a caption or a cell of a table."""
+    return MARKUP.sub(_inert, shown(text))
+
+
+def code(text: object, in_table: bool = True) -> str:
+    """
+    Text in one line as code.
+
+    Args:
+        in_table: whether it stands in a cell of a table, where a sign for the next cell is escaped even in code.
+    """
+    line = shown(text)
+    if in_table and "\\|" in line:  # readers of Markdown differ in which of the two signs such a backslash escapes
+        return f"<code>{cell(line)}</code>"
+    fence = "`" * (1 + _longest_run(line))
+    space = " " if "`" in line or not line else ""
+    return f"{fence}{space}{line.replace('|', chr(92) + '|') if in_table else line}{space}{fence}"
+
+
+def fenced(language: str, text: str) -> str:
+    """A block of code, whose fences are longer than any run of backticks in it."""
+    fence = "`" * max(3, 1 + _longest_run(text))
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+def quoted(value: str | float) -> str:
+    """Text or a number as a literal of Python, JavaScript and JSON."""
+    return HIDDEN.sub(_escape, json.dumps(value, ensure_ascii=False))
+
+
+def shell_words(words: list[str]) -> str:
+    """A command of the shell in one line, each word quoted."""
+    return " ".join(_shell_word(word) for word in words)
+
+
+def authored(text: str) -> str:
+    """Markdown that the maker of a release has written: without HTML, and without pictures from elsewhere."""
+    return re.sub(r"!\[(?![^\[\]]*\]\([\w.-]+\))", r"!\\[", text.replace("<", "&lt;"))
+
+
+def _inert(sign):
+    if sign[0].startswith("[") and sign[0] != "[":
+        return sign[0]  # a token
+    # A backslash as an entity: two of them before a bracket would be a formula on the Hub.
+    return "&#92;" if sign[0] == "\\" else f"\\{sign[0]}"
+
+
+def _shell_word(word):
+    if not HIDDEN.search(word):
+        return shlex.quote(word)
+    escaped = word.replace("\\", "\\\\").replace("'", "\\'")
+    return f"$'{HIDDEN.sub(_escape, escaped)}'"
+
+
+def _escape(character):
+    return f"\\u{ord(character[0]):04x}"
+
+
+def _longest_run(text):
+    return max(map(len, re.findall("`+", text)), default=0)
