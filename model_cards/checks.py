@@ -12,7 +12,7 @@ from urllib.parse import unquote
 import transformers
 
 from d2l_bert.folders import content_hash
-from d2l_bert.messages import UserError, explained, reading_model, refuse_first
+from d2l_bert.messages import UserError, explained, reading_model
 from d2l_bert.model_cards import card as cards
 from d2l_bert.model_cards.config import check_license
 from d2l_bert.modeling import configuration_d2l_bert, conversion, export, modeling_d2l_bert
@@ -209,7 +209,7 @@ def check_card(folder: Path, license: str | None = None) -> None:
         license: replaces the licence in the card.
     """
     path, way_out = folder / cards.CARD_FILE, f"or delete {cards.CARD_FILE}, and it is written again"
-    card, expected = cards.read_card(folder, license), ModelCard(cards.render_card(folder))
+    card, expected = cards.read_card(folder, license), cards.rendered_card(folder)
     if not card.data.license:
         raise UserError(f"{path}: has no licence; give --license, such as apache-2.0")
     for name in local_pictures(card.text):
