@@ -7,14 +7,13 @@ import json
 import logging
 import os
 import platform
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from d2l_bert.folders import base_name, cache_folder, content_hash, write_once
-from d2l_bert.messages import UserError, counted, explained, shortened
+from d2l_bert.messages import UserError, counted, explained, shortened, standard_input
 from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.division import divided, find_division, grouped
 from d2l_bert.tokenization.python_docs import python_docs, required_distributions
@@ -223,7 +222,7 @@ def lines_and_cells(file: str, text_column: str = "text", separator: str = "auto
         )
     if kind != "text":
         return tables.text_rows(path, text_column, separator, all_cells=True)
-    lines = decoded(Path("standard input"), sys.stdin.buffer) if file == STDIN else decoded(path)
+    lines = decoded(Path("standard input"), standard_input()) if file == STDIN else decoded(path)
     return ((line, {text_column: line}) for line in lines)
 
 

@@ -66,7 +66,8 @@ def check_output_folder(run, folder: Path, start: str | None, is_finetuning: boo
     refuse_first({f"output_dir {folder}: is a file; name a folder": folder.is_file()})
     if not folder.is_dir():
         return
-    of_killed_runs = {folders.LOCK_FILE, folders.hidden(Path(card.RUN_FILE)).name}
+    record = folder / card.RUN_FILE
+    of_killed_runs = {folders.LOCK_FILE, folders.hidden(record).name, folders.lock_of(record).name}
     entries = {path.name for path in folder.iterdir()} - of_killed_runs
     source, resumed = Path(start or "").resolve(), run.resume_from_checkpoint
     of_finetuning = "finetune" in read_record(folder / card.RUN_FILE)

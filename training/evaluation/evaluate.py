@@ -147,14 +147,14 @@ def _write(content: dict, of_runs: list[dict], config: EvaluateConfig) -> None:
         messages.report.info(f"\n{as_markdown(of_runs)}")
     if config.output is not None:
         output = Path(config.output)
-        with messages.writing(output, ", or name another file"):
+        with folders.new_file(output) as partial:
             if output.suffix.lower() == ".json":
-                folders.write_json(output, content)
+                folders.write_json(partial, content)
             elif output.suffix.lower() == ".md":
-                output.write_text(as_markdown(of_runs), encoding="utf-8")
+                partial.write_text(as_markdown(of_runs), encoding="utf-8")
             else:
                 columns = dict.fromkeys(name for row in of_runs for name in row)
-                csv.write_csv(pa.table({name: [row.get(name) for row in of_runs] for name in columns}), output)
+                csv.write_csv(pa.table({name: [row.get(name) for row in of_runs] for name in columns}), partial)
     for figures in content["models"] if config.update_card else ():
         evaluations.update_folder(Path(figures["model"]), content["text"], figures.get("text"), figures.get("blimp"))
 

@@ -1,7 +1,6 @@
 """`predict`: a fine-tuned model on new rows; predictions and probabilities beside the rows' own columns."""
 
 import dataclasses
-import sys
 import tempfile
 from pathlib import Path
 
@@ -48,20 +47,20 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
         for option, names in given.items()
         if option in task.usual_columns
     }
-    with tempfile.TemporaryDirectory() as scratch:
+    # Entered before any work: what stands in the way of the output is said at once.
+    with folders.new_file(target) as partial, tempfile.TemporaryDirectory() as scratch:
         if file == STDIN:
             file = str(Path(scratch, "standard input"))
-            Path(file).write_bytes(sys.stdin.buffer.read())
+            Path(file).write_bytes(messages.standard_input().read())
         split = splits.read_file(file, "FILE", config.separator, task.columns.get("text_column", ["text"])[0])
         task.check_columns(split, has_labels=False)
         task.columns["label_column"], task.label = [None], None  # no row has such a column: labels are not read
         split.rows = splits.usable(split, task.read)
         model, tokenizer, _ = loading.load_pretrained(getattr(transformers, task.auto_class), name)
         task.features(split, tokenizer, record["max_seq_length"])
-        with folders.new_file(target) as partial:
-            with devices.restore_host_settings():
-                arguments = trainer.make_arguments(task, Path(scratch), rate=1.0, seed=0, processes=1)
-                # As they are: a finished model predicts in the units of the labels.
-                outputs = trainer.predict(task, model, arguments, tokenizer, split).predictions
-            output.write_table(partial, split, task.predictions(split, outputs), config.excel)
+        with devices.restore_host_settings():
+            arguments = trainer.make_arguments(task, Path(scratch), rate=1.0, seed=0, processes=1)
+            # As they are: a finished model predicts in the units of the labels.
+            outputs = trainer.predict(task, model, arguments, tokenizer, split).predictions
+        output.write_table(partial, split, task.predictions(split, outputs), config.excel)
     return f"{target}: predictions for {messages.counted(len(split.rows), 'row')}"
