@@ -56,8 +56,14 @@ def update_folder(folder: Path, text: str | None, figures: dict | None, blimp: d
         blimp: the results on BLiMP (`blimp_results` of `d2l-bert evaluate`, with `score`); None without them.
 
     Raises:
-        UserError: the card cannot be read, or the folder cannot be written.
+        UserError: the card cannot be read, or the folder cannot be written, or another process writes there for long.
     """
+    in_use = f"{folder}: another process is writing there; wait, and give the same command again"
+    with writing(folder), folders.locked(folder / folders.LOCK_FILE, in_use, folders.PATIENCE):
+        _update(folder, text, figures, blimp)
+
+
+def _update(folder, text, figures, blimp):
     before = read_record(folder / cards.METRICS_FILE)
     earlier = rf"eval/{re.escape(text or '')}/\w+" + (r"|eval_blimp_.*" if blimp is not None else "")
     metrics = {key: value for key, value in before.items() if not re.fullmatch(earlier, key, re.DOTALL)}

@@ -120,5 +120,5 @@ def test_a_folder_in_which_a_run_was_killed_while_it_wrote_its_record_is_taken_a
     if (child := os.fork()) == 0:
         folders.write_json(tmp_path / run_folder.card.RUN_FILE, {})
     os.waitpid(child, 0)
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.iterdir())) == 2  # the hidden folder, and its lock, which is free
     run_folder.check_output_folder(PretrainConfig(), tmp_path, None)

@@ -74,7 +74,7 @@ class SourceConfig(Options):
         "processes that read python-docs, and that tokenize; the default is one for each CPU core, at most 8",
         TEXT,
         identity=False,
-        within="[1, inf)",
+        within="[1, 1024]",
     )
 
     def __post_init__(self):

@@ -7,14 +7,13 @@ import json
 import logging
 import os
 import platform
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from d2l_bert.folders import base_name, cache_folder, content_hash, write_once
-from d2l_bert.messages import UserError, counted, explained, shortened
+from d2l_bert.messages import UserError, counted, explained, shortened, standard_input
 from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.division import divided, find_division, grouped
 from d2l_bert.tokenization.python_docs import python_docs, required_distributions
@@ -235,9 +234,7 @@ def _texts_of_stdin(text_column: str) -> Iterator[str]:
         UserError: it is closed; or the first line is that of a table with the column, which would be read as texts.
     """
     source = "standard input"
-    if sys.stdin is None:
-        raise UserError(f"{source}: is closed; give a file")
-    for number, line in enumerate(decoded(Path(source), sys.stdin.buffer)):
+    for number, line in enumerate(decoded(Path(source), standard_input())):
         if number == 0 and line.strip().casefold() != text_column.casefold():  # one word is a text
             tables.refuse_header(line, [text_column], source)
         if number == 0 and text_column in _object_in(line):

@@ -4,12 +4,15 @@ Batches and dropout masks follow from the seed and the step, so a checkpoint hol
 step, but no RNG state. A checkpoint is also a model folder that `from_pretrained` loads.
 """
 
+import importlib.metadata
 import json
 import logging
+import math
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NotRequired, TypedDict
 
 from safetensors.torch import save_file
 
@@ -17,7 +20,7 @@ from d2l_bert import folders
 from d2l_bert.messages import GO_ON, UserError, explained
 from d2l_bert.model_cards import card
 from d2l_bert.modeling.conversion import save_model
-from d2l_bert.records import read_record
+from d2l_bert.records import inside, read_record
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.devices import on_main
 
@@ -30,6 +33,30 @@ WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 AVERAGE_FILE = "average.safetensors"
 MANIFEST_FILE = "manifest.json"
+
+
+class Manifest(TypedDict):
+    """The content of manifest.json: the SHA-256 of each other file, by its name."""
+
+    sha256: dict[str, str]
+
+
+class Step(TypedDict):
+    """What names a checkpoint: the number of steps done."""
+
+    step: int
+
+
+class State(Step):
+    """The content of training_state.json, as far as it is read; what earlier versions did not write may be absent."""
+
+    cursor: list[int]
+    max_steps: int
+    identity: dict
+    skipped_in_a_row: NotRequired[int]
+    rows: NotRequired[int]
+    words_seen: NotRequired[float]
+    scaler: dict | None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -58,21 +85,47 @@ def write_checkpoint(final: Path, model, tokenizer, tensors: dict[str, dict], st
         for name, named in tensors.items():
             if named:
                 save_file(named, partial / name)
+        state = {**state, "versions": versions()}
         (partial / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n")
-        hashes = {path.name: folders.content_hash(path) for path in sorted(partial.iterdir())}
-        (partial / MANIFEST_FILE).write_text(json.dumps({"sha256": hashes}, indent=2) + "\n")
-    for old in checkpoints(final.parent)[:-keep]:
+        (partial / MANIFEST_FILE).write_text(json.dumps({"sha256": hashes_of(partial)}, indent=2) + "\n")
+    delete_old(checkpoints(final.parent)[:-keep])
+
+
+def versions() -> dict[str, str]:
+    """The entry `versions` of a record: which version has written it."""
+    return {"d2l-bert": importlib.metadata.version("d2l-bert")}
+
+
+def hashes_of(folder: Path) -> dict[str, str]:
+    """The SHA-256 of each file in a folder, by its name."""
+    return {path.name: folders.content_hash(path) for path in sorted(folder.iterdir())}
+
+
+def delete_old(paths: list[Path]) -> None:
+    """Delete checkpoints that are not needed any more. One that cannot be deleted ends no run."""
+    for path in paths:
         try:
-            delete(old)
-        except OSError as error:
-            logger.warning(f"{old}: cannot be deleted ({error.strerror or error}); delete this checkpoint yourself")
+            delete(path)
+        except UserError as error:
+            logger.warning(str(error))
 
 
 def delete(checkpoint: Path) -> None:
-    """Delete a checkpoint. The folder is renamed first, so that its name never stands for half a checkpoint."""
-    if not checkpoint.name.startswith("."):
-        checkpoint = checkpoint.rename(folders.hidden(checkpoint))
-    shutil.rmtree(checkpoint)
+    """
+    Delete a checkpoint. The folder is renamed first, so that its name never stands for half a checkpoint.
+
+    Raises:
+        UserError: it cannot be deleted, for example as a program has one of its files open on a network's disk.
+    """
+    hidden = checkpoint if checkpoint.name.startswith(".") else folders.hidden(checkpoint)
+    try:
+        if hidden != checkpoint:
+            checkpoint.rename(hidden)
+        shutil.rmtree(hidden)
+    except OSError as error:
+        raise UserError(
+            f"{checkpoint}: cannot be deleted ({error.strerror or error}); delete this checkpoint yourself"
+        ) from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -103,8 +156,8 @@ def checkpoints(folder: Path, unfinished: bool = False) -> list[Path]:
 def step_of(path: Path) -> int:
     """The step of a checkpoint, whatever its folder's name; of a damaged one, the step in the name."""
     try:
-        return int(json.loads((path / STATE_FILE).read_text())["step"])
-    except (OSError, ValueError, LookupError, TypeError):
+        return read_record(path / STATE_FILE, Step)["step"]
+    except (UserError, KeyError):
         return int(re.search(r"\d+", path.name).group())
 
 
@@ -144,14 +197,49 @@ def read_checkpoint(path: Path) -> Checkpoint:
         UserError: the folder is not a checkpoint, or a file is missing or is not as it was saved.
     """
     with explained(
-        f"{path}: not a checkpoint, or a damaged one",
-        "give another checkpoint-<step> folder, or latest",
-        *(OSError, ValueError, KeyError, TypeError, AttributeError),
+        f"{path}: not a checkpoint, or a damaged one", "give another checkpoint-<step> folder, or latest", ValueError
     ):
-        for name, saved_hash in json.loads((path / MANIFEST_FILE).read_text())["sha256"].items():
-            if folders.content_hash(path / name) != saved_hash:
-                raise UserError(f"{name} is not as it was saved")
-        return Checkpoint(path, json.loads((path / STATE_FILE).read_text()))
+        manifest = read_record(path / MANIFEST_FILE, Manifest)
+        if not manifest:
+            raise UserError(f"there is no {MANIFEST_FILE}")
+        check_hashes(path, manifest["sha256"], (STATE_FILE, WEIGHTS_FILE, OPTIMIZER_FILE, AVERAGE_FILE))
+        state = read_record(path / STATE_FILE, State)
+        for name in (STATE_FILE, WEIGHTS_FILE):
+            if name not in manifest["sha256"]:
+                raise UserError(f"there is no {name}")
+        check_state(state)
+        return Checkpoint(path, state)
+
+
+def check_hashes(path: Path, hashes: dict[str, str], read: tuple[str, ...] = ()) -> None:
+    """
+    Check the files of a checkpoint.
+
+    Args:
+        hashes: the SHA-256 of each file, by its name, from a record of the checkpoint.
+        read: the files that will be read, if they are there: each must have a hash.
+
+    Raises:
+        UserError: a file is missing, is not as it was saved, or has no hash; or a name leads out of the folder.
+    """
+    for name, saved_hash in hashes.items():
+        if folders.content_hash(inside(path, name)) != saved_hash:
+            raise UserError(f"{name} is not as it was saved")
+    for name in read:
+        if name not in hashes and (path / name).exists():
+            raise UserError(f"{name} was not saved with it")
+
+
+def check_state(state: State) -> None:
+    """Raise `UserError` if a number in the state is none that a run can have."""
+    numbers = [state["step"], *state["cursor"], state.get("rows", 0), state.get("skipped_in_a_row", 0)]
+    if len(state["cursor"]) != 3 or min(numbers) < 0 or max(numbers) >= 2**63:
+        raise UserError(f"{STATE_FILE}: has numbers that no run has")
+    if not 1 <= state["step"] <= state["max_steps"] < 2**31:
+        raise UserError(f"{STATE_FILE}: step {state['step']} of {state['max_steps']} steps is none of a run")
+    words = state.get("words_seen", 0.0)
+    if not math.isfinite(words) or words < 0:
+        raise UserError(f"{STATE_FILE}: no run has seen {words} words")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -159,6 +247,13 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 WORDS_FILE = "words_seen.json"
+
+
+class Words(TypedDict):
+    """The content of words_seen.json, as far as it is read."""
+
+    words: int
+
 
 PREFIX = "chck_"  # BabyLM's names: chck_1M, chck_10M
 UNITS = {"m": 10**6, "k": 10**3, "": 1}
@@ -218,7 +313,7 @@ class WordSaver:
         run; those that were saved before the checkpoint to resume from stay.
         """
         for file in [*self.folder.glob(f"{PREFIX}*/{WORDS_FILE}")]:
-            if read_record(file)["words"] in self.waiting or not self.seen:
+            if read_record(file, Words)["words"] in self.waiting or not self.seen:
                 delete(file.parent)
 
     def save_due(self, step: int) -> None:

@@ -141,7 +141,7 @@ class PretrainConfig(TextConfig):
     optim: Literal["adamw", "muon"] = option(
         "adamw", "AdamW; or Muon for the matrices of the encoder blocks, and AdamW for all other parameters", OPTIMIZER
     )
-    learning_rate: float = option(1e-3, "peak learning rate", OPTIMIZER, within="(0, inf)", common=True)
+    learning_rate: float = option(1e-3, "peak learning rate", OPTIMIZER, within="(0, 100]", common=True)
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "warmup_stable_decay"] = option(
         "linear",
         "how the learning rate falls after warm-up: linearly, along half a cosine, not at all, or only in the last "
@@ -159,12 +159,12 @@ class PretrainConfig(TextConfig):
         within="(0, 1]",
         needs=("lr_scheduler_type", "warmup_stable_decay"),
     )
-    weight_decay: float = option(0.01, "weight decay; none for biases and LayerNorms", OPTIMIZER, within="[0, inf)")
+    weight_decay: float = option(0.01, "weight decay; none for biases and LayerNorms", OPTIMIZER, within="[0, 1000]")
     adam_beta1: float = option(0.9, "AdamW's first beta", OPTIMIZER, within="[0, 1)")
     adam_beta2: float = option(0.98, "AdamW's second beta", OPTIMIZER, within="[0, 1)")
-    adam_epsilon: float = option(1e-6, "AdamW's epsilon", OPTIMIZER, within="(0, inf)")
+    adam_epsilon: float = option(1e-6, "AdamW's epsilon", OPTIMIZER, within="(0, 1]")
     max_grad_norm: float = option(
-        1.0, "largest gradient norm; larger gradients are scaled down to this norm", OPTIMIZER, within="(0, inf)"
+        1.0, "largest gradient norm; larger gradients are scaled down to this norm", OPTIMIZER, within="(0, 1e9]"
     )
     ema_decay: float | None = option(
         None,
@@ -181,7 +181,7 @@ class PretrainConfig(TextConfig):
         "tokens on a CPU, and up to 65,536 on a GPU, by its memory",
         MACHINE,
         identity=False,
-        within="[1, inf)",
+        within="[1, 16777216]",
     )
     mixed_precision: Literal["no", "bf16", "fp16"] | None = option(
         None, "precision of matrix products; the default is bf16 if the CPU or GPU has bf16", MACHINE
@@ -207,7 +207,7 @@ class PretrainConfig(TextConfig):
         "worker processes that make batches; with 0 a thread of this process makes them",
         MACHINE,
         identity=False,
-        within="[0, inf)",
+        within="[0, 1024]",
     )
 
     output_dir: str | None = option(

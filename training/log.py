@@ -4,11 +4,13 @@ import datetime
 import itertools
 import json
 import logging
+import math
 import statistics
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NotRequired, TypedDict
 
 import psutil
 import torch
@@ -20,6 +22,7 @@ from d2l_bert import folders
 from d2l_bert.messages import GO_ON, READ_ERRORS, explained, launched_rank, refuse_first, writing
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.pair_tasks import PAIR_TASKS, pair_task, unit
+from d2l_bert.records import check_type
 from d2l_bert.training.checkpoint import checkpoints
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.devices import MATMUL_DTYPES, matmul_peak, on_main
@@ -42,6 +45,56 @@ MAX_SKIPPED_IN_A_ROW = 10
 def kind_of(row: dict) -> str:
     """The kind of a row of the training log: `train`, `held_out`, or the name of its event, such as `skipped`."""
     return row.get("event") or ("held_out" if any(name.startswith("eval_") for name in row) else "train")
+
+
+class Row(TypedDict):
+    """What every row of the training log has; `event` and `reason` are of events alone."""
+
+    step: int
+    event: NotRequired[str]
+    reason: NotRequired[str]
+    label: NotRequired[str]
+
+
+class TrainRow(Row):
+    """Of a row of training what is read when a run goes on."""
+
+    seconds: float
+    tokens_per_second: float
+    padding_share: float
+    data_wait_share: float
+    mfu: float
+    memory_mb: float
+    skipped_steps: NotRequired[int]
+
+
+def check_row(row: object, unit: str) -> None:
+    """
+    Check a row that was read from the log.
+
+    Args:
+        unit: what the run counts in a row, `pairs` or `sequences`.
+
+    Raises:
+        ValueError: the row is none that a run writes.
+    """
+    check_type(row, Row)
+    if kind_of(row) == "train":
+        check_type(row, TrainRow)
+        check_type(row.get(unit), int, unit)
+        if row["seconds"] <= 0 or not 0 <= row["padding_share"] < 1:
+            raise ValueError(f"step {row['step']} has numbers that no run has")
+    if "event" not in row:
+        for name, value in row.items():
+            check_type(value, float, name)
+            if not math.isfinite(value):
+                raise ValueError(f"step {row['step']}: {name} is not finite")
+    elif "reason" not in row:
+        raise ValueError(f"step {row['step']}: an event without a reason")
+
+
+def _refuse(constant):
+    raise ValueError(f"{constant} is no number of JSON")
 
 
 def line_of(row: dict, total: int) -> str:
@@ -253,11 +306,13 @@ class RunLog:
             rows: how many rows the log had at that step.
         """
         kept = []
-        with explained(f"{self.path}: damaged", "put it back, or take it away", *READ_ERRORS, TypeError):
-            if self.step and self.path.exists():
-                lines = self.path.read_text().splitlines(keepends=True)
-                kept = [json.loads(line) for line in lines if line.endswith("\n")]
-            kept = [row for row in kept if row["step"] <= self.step]
+        if self.step and self.path.exists():
+            with explained(f"{self.path}: damaged", "put it back, or take it away", *READ_ERRORS, RecursionError):
+                lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+                found = [json.loads(line, parse_constant=_refuse) for line in lines if line.endswith("\n")]
+                for row in found:
+                    check_row(row, self.unit)
+                kept = [row for row in found if row["step"] <= self.step]
         if len(kept) < rows:
             logger.warning(f"{self.path}: rows of earlier steps are gone; the run's speed is that of the other rows")
         with writing(self.path, f", and {GO_ON}"), folders.atomic_file(self.path) as partial:

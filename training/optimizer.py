@@ -2,23 +2,30 @@
 
 import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from d2l_bert.folders import short_hash
+from d2l_bert.messages import READ_ERRORS, UserError, explained
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.training import checkpoint, devices
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data.steps import Step, on_each
 from d2l_bert.training.data.unpadded import VARLEN
 from d2l_bert.training.held_out import SUMS, held_out_counts, held_out_metrics
+
+
+# What the optimizers keep of a parameter.
+ADAMW_KEYS, MUON_KEYS = {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}
 
 
 class StepStats(NamedTuple):
@@ -208,17 +215,20 @@ class Learner:
     @torch.no_grad()
     def load(self, saved: checkpoint.Checkpoint) -> None:
         """Load weights, optimizer state and the moving average from a checkpoint, whose identity is this run's."""
-        for name, tensor in self._read(saved.path / checkpoint.WEIGHTS_FILE):
+        for name, tensor in self._read(saved.path / checkpoint.WEIGHTS_FILE, is_whole=True):
             self.parameters[name].copy_(tensor)
         self.model.tie_weights()
         optimizer_of = {p: opt for opt in self.optimizers for group in opt.param_groups for p in group["params"]}
         for full_name, tensor in self._read(saved.path / checkpoint.OPTIMIZER_FILE):
             name, _, key = full_name.partition("|")
             optimizer_of[self.parameters[name]].state[self.parameters[name]][key] = tensor
-        for name, tensor in self._read(saved.path / checkpoint.AVERAGE_FILE):
-            self.average.averages[name].copy_(tensor)
+        if self.average is not None:
+            for name, tensor in self._read(saved.path / checkpoint.AVERAGE_FILE, is_whole=True):
+                self.average.averages[name].copy_(tensor)
         if self.accelerator.scaler:
-            self.accelerator.scaler.load_state_dict(saved.state["scaler"])
+            what = f"{saved.path / checkpoint.STATE_FILE}: the scaler of fp16 cannot be read"
+            with explained(what, "give another checkpoint-<step> folder", *READ_ERRORS, TypeError, RuntimeError):
+                self.accelerator.scaler.load_state_dict(saved.state["scaler"])
 
     def _moments(self):
         """The tensors of the optimizers, by their parameters' names and their own; none before the first step."""
@@ -238,7 +248,35 @@ class Learner:
                 gathered[name] = tensor.cpu().contiguous()
         return gathered
 
-    def _read(self, path):
+    def _read_whole(self, path, is_whole):
+        """
+        The tensors in a file of a checkpoint, by their names; none without a file.
+
+        Raises:
+            UserError: the file is damaged, or a tensor is not one of this model by its name, shape or numbers; or, if
+                the file `is_whole`, one of the model's is missing.
+        """
+        way_out = "give another checkpoint-<step> folder"
+        if not path.exists():
+            return {}
+        with explained(f"{path}: cannot be read", way_out, *READ_ERRORS, SafetensorError):
+            tensors = load_file(path)
+        keys = defaultdict(set)
+        for full_name, tensor in tensors.items():
+            name, _, key = full_name.partition("|")
+            shape = () if key == "step" else getattr(self.parameters.get(name), "shape", None)
+            if tensor.shape != shape or not tensor.is_floating_point() or not tensor.isfinite().all():
+                raise UserError(f"{path}: {full_name!r:.100} is no tensor of this model; {way_out}")
+            keys[name].add(key)
+        for name, found in keys.items():
+            if found not in ({""}, ADAMW_KEYS, MUON_KEYS):
+                raise UserError(f"{path}: {name} has not what an optimizer keeps of it; {way_out}")
+        missing = sorted({*self.parameters} - {*tensors}) if is_whole else []
+        if missing:
+            raise UserError(f"{path}: {missing[0]} is missing; {way_out}")
+        return tensors
+
+    def _read(self, path, is_whole=False):
         """
         Yield the name of each tensor in a file of `tensors`, and the tensor, in every process; nothing without a file.
 
@@ -246,7 +284,7 @@ class Learner:
         parameter is sharded as the parameter is; Adam's step count has the shape ().
         """
         is_main, device = self.accelerator.is_main_process, self.accelerator.device
-        whole = load_file(path) if is_main and path.exists() else {}
+        whole = devices.on_main(self._read_whole, path, is_whole, share_result=False) or {}
         shapes = devices.on_main(lambda: {name: (tensor.shape, tensor.dtype) for name, tensor in whole.items()})
         for name, (shape, dtype) in shapes.items():
             parameter = self.parameters[name.partition("|")[0]]

@@ -10,6 +10,7 @@ import platform
 import re
 import shutil
 from pathlib import Path
+from typing import TypedDict
 
 import psutil
 import torch
@@ -17,7 +18,7 @@ from accelerate import Accelerator
 from transformers import pipeline
 
 from d2l_bert import folders
-from d2l_bert.messages import GO_ON, refuse_first, writing
+from d2l_bert.messages import GO_ON, UserError, refuse_first, writing
 from d2l_bert.model_cards import card, pictures
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.conversion import save_model
@@ -45,6 +46,20 @@ OPENMP_VARIABLES = (
 
 CPUINFO = Path("/proc/cpuinfo")
 
+
+class Seeds(TypedDict):
+    """Of the options of a fine-tuning what a run that goes on compares."""
+
+    num_seeds: int
+
+
+class FinetuningRecord(TypedDict):
+    """Of the run_config.json of a fine-tuning what a run that goes on compares."""
+
+    identity: dict
+    finetune: Seeds
+
+
 # Of a fine-tuning: the folder with a folder for each rate and seed, and the table of predictions.
 ATTEMPTS, PREDICTIONS_FILE = "attempts", "predictions.csv"
 
@@ -66,7 +81,8 @@ def check_output_folder(run, folder: Path, start: str | None, is_finetuning: boo
     refuse_first({f"output_dir {folder}: is a file; name a folder": folder.is_file()})
     if not folder.is_dir():
         return
-    of_killed_runs = {folders.LOCK_FILE, folders.hidden(Path(card.RUN_FILE)).name}
+    record = folder / card.RUN_FILE
+    of_killed_runs = {folders.LOCK_FILE, folders.hidden(record).name, folders.lock_of(record).name}
     entries = {path.name for path in folder.iterdir()} - of_killed_runs
     source, resumed = Path(start or "").resolve(), run.resume_from_checkpoint
     of_finetuning = "finetune" in read_record(folder / card.RUN_FILE)
@@ -206,13 +222,14 @@ def start_folder(folder: Path, record: dict, start: int) -> None:
     for old in checkpoint.checkpoints(folder, unfinished=True):
         if old in later or old.name.startswith("."):
             checkpoint.delete(old)
-    if start == 0:
-        for name in (checkpoint.WEIGHTS_FILE, card.METRICS_FILE, card.CURVES_FILE, card.CARD_FILE, card.RELEASE_FILE):
-            (folder / name).unlink(missing_ok=True)
-            folders.sync(folder)  # the weights never stand alone
-    if not (folder / checkpoint.WEIGHTS_FILE).exists():
-        # Before the log, because `check_output_folder` refuses a folder with a log and no run_config.json.
-        with writing(folder / card.RUN_FILE, ", and give the same command again"):
+    with writing(folder, ", and give the same command again"):
+        if start == 0:
+            others = (card.METRICS_FILE, card.CURVES_FILE, card.CARD_FILE, card.RELEASE_FILE)
+            for name in (checkpoint.WEIGHTS_FILE, *others):
+                (folder / name).unlink(missing_ok=True)
+                folders.sync(folder)  # the weights never stand alone
+        if not (folder / checkpoint.WEIGHTS_FILE).exists():
+            # Before the log, because `check_output_folder` refuses a folder with a log and no run_config.json.
             folders.write_json(folder / card.RUN_FILE, record)
 
 
@@ -235,12 +252,14 @@ def enter_finetuning(config, folder: Path, record: dict, stack: contextlib.ExitS
     stack.enter_context(folders.locked_folder(folder))
     stack.enter_context(writing(folder, f", and {GO_ON}"))
     check_output_folder(config, folder, config.model, is_finetuning=True)
-    if before := read_record(folder / card.RUN_FILE) if config.resume_from_checkpoint else {}:
+    before = read_record(folder / card.RUN_FILE, FinetuningRecord) if config.resume_from_checkpoint else {}
+    if before:
         # Rows that are not given now have no fingerprint.
         now = {**dict.fromkeys(before["identity"]), **record["identity"]}
         check_identity(before["identity"], now, f"output_dir {folder}")
         seeds = before["finetune"]["num_seeds"]
-        refuse_first({f"output_dir {folder}: num_seeds was {seeds}; give as many or more": config.num_seeds < seeds})
+        if config.num_seeds < seeds:
+            raise UserError(f"output_dir {folder}: num_seeds was {seeds}; give as many or more")
     else:
         # What this run may not replace of an earlier one, the weights first; all other files stay.
         others = (PREDICTIONS_FILE, card.METRICS_FILE, card.CURVES_FILE, pictures.CONFUSION_FILE)

@@ -1,12 +1,14 @@
 """The command `d2l-bert`: parses arguments, runs a command, turns errors into messages and exit codes."""
 
 import argparse
+import contextlib
 import difflib
 import functools
 import inspect
 import os
 import pkgutil
 import re
+import select
 import sys
 import traceback
 
@@ -36,6 +38,10 @@ The help of one command: d2l-bert pretrain --help; all of its options: d2l-bert 
 """
 
 
+# As a shell gives it for a program that SIGPIPE has ended: nobody reads its output any more.
+READER_IS_GONE = 141
+
+
 def main(argv: list[str] | None = None) -> int:
     """
     Run one command of `d2l-bert`.
@@ -45,10 +51,19 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         The exit code: 0; 2 for an error that the user can fix, with one line on stderr; 1 for a bug, with a
-        traceback; 130 after Ctrl-C. argparse ends the process by `SystemExit` instead (2), and so
-        does a training that was stopped (143 after SIGTERM).
+        traceback; 130 after Ctrl-C; 141, without a message, if the reader of stdout has left (`| head`). argparse ends
+        the process by `SystemExit` instead (2), and so does a training that was stopped (143 after SIGTERM).
     """
-    argv = with_underscores(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
+    try:
+        code = _run(with_underscores(sys.argv[1:] if argv is None else argv))
+    finally:  # also if `SystemExit` ends the process
+        failed = _flush_stdout()
+    return failed or code
+
+
+def _run(argv):
+    """Parse the arguments and run the command; returns the exit code."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show becomes "?", not an error
     if argv[:1] and argv[0] in commands.COMMANDS:
@@ -58,6 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         close = difflib.get_close_matches(unknown[0].partition("=")[0], arguments.parser._option_string_actions, n=1)
         arguments.parser.error(f"unknown argument {unknown[0]!r}" + (f"; did you mean {close[0]}?" if close else ""))
     try:
+        _check_working_folder()
         with messages.messages_shown():
             register_with_transformers()
             from transformers.utils import logging
@@ -66,8 +82,10 @@ def main(argv: list[str] | None = None) -> int:
             arguments.command(arguments)
             return 0
     except KeyboardInterrupt:
-        print(f"d2l-bert {arguments.name}: interrupted", file=sys.stderr)
+        _say(f"d2l-bert {arguments.name}: interrupted")
         return 130
+    except BrokenPipeError as error:  # of stdout, or of a connection
+        code = READER_IS_GONE if _is_reader_gone() else _show_error(arguments.name, error)
     except Exception as error:
         code = _show_error(arguments.name, error)
     except SystemExit as leaving:
@@ -75,9 +93,72 @@ def main(argv: list[str] | None = None) -> int:
             raise
         code = 2  # another rank has shown the error
     if _is_connected():  # gloo's threads may still wait for other ranks, and would abort an ordinary exit of Python
-        sys.stdout.flush()  # stderr is flushed at the end of every line
+        _flush_stdout()  # stderr is flushed at the end of every line
         os._exit(code)
     return code
+
+
+def _open_closed_streams():
+    """
+    Open the null device in place of a standard stream that is closed, as by `<&-`. The next file would take its number
+    otherwise, and get what a library writes to the stream.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")
+
+
+def _check_working_folder():
+    """Raise `UserError` if the working folder was deleted: relative paths then name nothing."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise messages.UserError(
+            f"the working folder cannot be used ({error.strerror}); change to another one"
+        ) from None
+
+
+def _flush_stdout():
+    """
+    Write what is still to be written to stdout, and say why if that fails, unless only its reader has left.
+
+    Returns:
+        The exit code; 0 if all is written.
+    """
+    try:
+        sys.stdout.flush()
+        return 0
+    except BrokenPipeError:
+        code = READER_IS_GONE
+    except OSError as error:
+        _say(f"d2l-bert: error: standard output: cannot be written ({error.strerror}); give it another place")
+        code = 2
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python, which flushes it once more
+    return code
+
+
+def _is_reader_gone():
+    """Whether nobody reads stdout any more. Windows has no `poll`: an error of a pipe is taken for one of stdout."""
+    if not hasattr(select, "poll"):
+        return True
+    watched = select.poll()
+    try:
+        watched.register(sys.stdout.fileno(), 0)
+    except OSError:  # stdout is no file
+        return False
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in watched.poll(0))
+
+
+def _say(line):
+    """Print a line to stderr, if somebody reads that."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr)
 
 
 def spare_busy_cores() -> None:
@@ -112,15 +193,14 @@ def _show_error(command, error):
     if messages.is_out_of_memory(error):
         line = f"out of memory ({line:.200}); ask for less at once, or take a machine with more"
     elif not isinstance(error, messages.UserError) and getattr(error, "errno", 0) not in messages.ENVIRONMENT_ERRORS:
-        traceback.print_exception(error)
-        print(
+        _say("".join(traceback.format_exception(error)).rstrip())
+        _say(
             f"d2l-bert {command}: this is a bug of d2l-bert {__version__}, not an error in your input: "
-            f"please report it with the lines above (CONTRIBUTING.md says where, under Bugs)",
-            file=sys.stderr,
+            f"please report it with the lines above (CONTRIBUTING.md says where, under Bugs)"
         )
         return 1
     process = f"process {rank}: " if rank else ""
-    print(messages.printable(f"d2l-bert {command}: error: {process}{line}"), file=sys.stderr)
+    _say(messages.printable(f"d2l-bert {command}: error: {process}{line}"))
     return 2
 
 

@@ -305,8 +305,8 @@ def attention_command(arguments) -> None:
     if config.word is not None:
         messages.show(compare_word(model, config.word, *texts))
         return
-    figure, said = attention_figure(model, *texts, config.layer, config.head)
     with folders.new_file(Path(config.output)) as partial:
+        figure, said = attention_figure(model, *texts, config.layer, config.head)
         figure.savefig(partial, format="png")
     messages.show(f"{config.output}: {said}")
 

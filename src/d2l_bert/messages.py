@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import re
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -45,13 +47,21 @@ def refuse_first(cases: dict[str, object], prefix: str = "") -> None:
             raise UserError(f"{prefix}{message}") from None
 
 
-# The causes of an OSError that lie outside of this package: space, permissions, memory or the network.
+# The causes of an OSError that lie outside of this package: space, a file in use, permissions, memory or the network.
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-ENVIRONMENT_ERRORS = NO_SPACE | {
-    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOMEM),
-    *(errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP),
-    *(errno.EPIPE, errno.ECONNREFUSED, errno.ECONNRESET, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT),
+IN_USE = {errno.EBUSY, errno.ETXTBSY, errno.EAGAIN}
+ENVIRONMENT_ERRORS = {
+    *NO_SPACE,
+    *IN_USE,
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOMEM, errno.ENOLCK),
+    *(errno.ENODEV, errno.ENXIO, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.EPIPE, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN),
+    *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT),
 }
+
+# What libraries say of a failed write whose cause they do not name: PyTorch its source file, NumPy two numbers. Nearly
+# always the disk is full.
+NO_CAUSE = r"inline_container\.cc|\d+ requested and \d+ written"
 
 
 @contextlib.contextmanager
@@ -60,23 +70,53 @@ def writing(place: object, way_out: str = "") -> Iterator[None]:
     Turn an `OSError` that the block raises while it writes a file or a folder into a `UserError`.
 
     Rust libraries (tokenizers, safetensors) raise exceptions of their own, with "(os error 28)" in the message.
-    `torch.save` names only its source file inline_container.cc when a write fails: nearly always as the disk is full.
 
     Args:
-        place: what is written, for the message.
+        place: what is written, for the message. If it is a path, and the error names a file elsewhere, such as one of
+            a cache, the message names that file.
         way_out: an alternative to append to the way out, such as ", or name another folder".
     """
     try:
         yield
     except Exception as error:
-        in_message = re.search(r"\(os error (\d+)\)|inline_container\.cc", str(error))
+        in_message = re.search(rf"\(os error (\d+)\)|{NO_CAUSE}", str(error))
         if isinstance(error, UserError) or not (isinstance(error, OSError) or in_message):
             raise
-        number = int(in_message[1]) if in_message and in_message[1] else getattr(error, "errno", errno.ENOSPC)
-        first = "free some space" if number in NO_SPACE else "make it writable"
-        raise UserError(
-            f"{place}: cannot be written ({os.strerror(number) if number else error}); {first}{way_out}"
-        ) from None
+        number = int(in_message[1]) if in_message and in_message[1] else getattr(error, "errno", None)
+        if number is None and in_message:
+            number = errno.ENOSPC
+        said = os.strerror(number) if number else error
+        if elsewhere := _elsewhere(error, place):
+            raise UserError(f"{elsewhere}: cannot be used ({said}); {_advice(number)}") from None
+        raise UserError(f"{place}: cannot be written ({said}); {_advice(number)}{way_out}") from None
+
+
+def _advice(number):
+    """The way out of an `OSError` of this number."""
+    if number in NO_SPACE:
+        return "free some space"
+    if number in IN_USE:
+        return "end the program that uses it, or try again"
+    return "make it writable"
+
+
+def _elsewhere(error, place):
+    """The file that an `OSError` names, if it is not `place`, in it, or in the hidden folder beside it."""
+    named = getattr(error, "filename", None)
+    if not isinstance(named, (str, bytes)) or not isinstance(place, Path):
+        return None
+    named, place = Path(os.fsdecode(named)).absolute(), place.absolute()
+    is_beside = named.is_relative_to(place.parent) and named != place.parent
+    if is_beside and named.relative_to(place.parent).parts[0].startswith((place.name, f".{place.name[:40]}")):
+        return None  # `folders.hidden` makes the names of hidden folders
+    return None if place.is_relative_to(named) else named  # a parent, in which it cannot be made
+
+
+def standard_input() -> BinaryIO:
+    """The bytes of the standard input. Raises `UserError` if it is closed."""
+    if sys.stdin is None:
+        raise UserError("standard input: is closed; give a file, or a pipe")
+    return sys.stdin.buffer
 
 
 # What libraries raise for a damaged file; PyArrow's own exceptions are subclasses of these.
@@ -229,6 +269,9 @@ def messages_shown() -> Iterator[None]:
     Within the block, write the package's log messages to stderr, without a prefix, and a run's report to stdout.
 
     Only commands use this. A program that calls the package configures `logging` itself.
+
+    Raises:
+        OSError: at the end of the block, if the report could not be written.
     """
     messages = logging.getLogger("d2l_bert")  # the parent of all loggers of this package
     # tqdm's handlers give a message its own line above a progress bar. They write to stderr unless told otherwise.
@@ -241,5 +284,23 @@ def messages_shown() -> Iterator[None]:
             for handler in logger.handlers:
                 undo.callback(handler.setFormatter, handler.formatter)
                 handler.setFormatter(Printable())
-        report.handlers[-1].setStream(sys.stdout)
+        to_stdout = report.handlers[-1]
+        to_stdout.setStream(sys.stdout)
+        failures = []
+        to_stdout.handleError = functools.partial(_failed, to_stdout.handleError, failures)
         yield
+    if failures:
+        raise failures[0]
+
+
+def _failed(show_traceback, failures, record):
+    """
+    Handle an error of writing the report to stdout: its reader has left (`| head`), or its disk is full.
+
+    The error is kept until the command ends: what is left of a run, such as publishing it, is done before.
+    """
+    error = sys.exception()
+    if isinstance(error, OSError):
+        failures.append(error)
+    else:
+        show_traceback(record)

@@ -37,7 +37,8 @@ def option(default, help, group, *, identity=True, metavar=None, within=None, co
         identity: True if the option changes what is trained: a resumed run must then give the same value. False for
             options that say how a run is computed, logged or saved, or where its text lies.
         metavar: the name of the value in `--help`.
-        within: the interval of a number, such as `[0, 1)`: at least 0 and below 1.
+        within: the interval of a number, such as `[0, 1)`: at least 0 and below 1. `inf)` stands for the largest
+            number that an option may have (`MOST_WHOLE`, `MOST`).
         common: whether `--help` shows the option, and not only `--help-all`.
         needs: another option without which this one has no effect, and the values that it must have, if not just any.
     """
@@ -159,6 +160,17 @@ _VALUES = {
 }
 
 
+# The largest numbers of an option whose interval has no end. Whole numbers above are not exact as a float, as JSON's
+# readers have them, and overflow what counts in 64 bits.
+MOST_WHOLE, MOST = 2**53, 10**9
+
+
+def _bounded(within, is_float):
+    """The interval of an option, with ends."""
+    most = MOST if is_float else MOST_WHOLE
+    return within.replace("inf)", f"{most}]") if within else f"[-{most}, {most}]"
+
+
 def what_is_wrong(value: object, kind: type, within: str | None = None, is_path: bool = False) -> str:
     """
     Why a value cannot be that of an option, to follow the option's name in a message; "" if it can be.
@@ -177,7 +189,8 @@ def what_is_wrong(value: object, kind: type, within: str | None = None, is_path:
             not string.strip() or re.search("\0" if is_path else "[\0\ud800-\udfff]", string)
         ):
             return f"is empty, holds a NUL character, or is not UTF-8, got {string!a}; give a value"
-    if within and isinstance(value, (int, float)):
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        within = _bounded(within, float in members)
         least, most = map(float, within[1:-1].split(","))
         at_open_end = (value == least and within[0] == "(") or (value == most and within[-1] == ")")
         if at_open_end or not least <= value <= most:

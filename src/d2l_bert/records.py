@@ -1,5 +1,6 @@
 """JSON files, which may be a stranger's, read as the type that is declared; names of files that stay in a folder."""
 
+import importlib.metadata
 import json
 import types
 import typing
@@ -34,8 +35,20 @@ def read_record(path: Path, kind: type = dict) -> dict:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError("it holds no JSON object")
-        check_type(content, kind)
+        try:
+            check_type(content, kind)
+        except ValueError as error:
+            raise ValueError(f"{error}{_other_version(content)}") from None
     return content
+
+
+def _other_version(content):
+    """The end of a message: which version has written a record, if it says so and it is not this one."""
+    versions, ours = content.get("versions"), importlib.metadata.version("d2l-bert")
+    theirs = versions.get("d2l-bert") if isinstance(versions, dict) else None
+    if not isinstance(theirs, str) or theirs == ours:
+        return ""
+    return f"; it was written by d2l-bert {theirs!r:.50}, and this is {ours}: use that version for it"
 
 
 def check_type(value: object, kind: object, place: str = "") -> None:

@@ -153,16 +153,16 @@ def _write(content: dict, models: Sequence[masked_models.MaskedModel], config: E
         messages.report.info(f"\n{in_markdown}")
     if config.output is not None:
         output = Path(config.output)
-        with messages.writing(output, ", or name another file"):
+        with folders.new_file(output) as partial:
             if output.suffix.lower() == ".json":
-                folders.write_json(output, content)
+                folders.write_json(partial, content)
             elif output.suffix.lower() == ".md":
-                output.write_text(in_markdown, encoding="utf-8")
+                partial.write_text(in_markdown, encoding="utf-8")
             else:
                 if content["notes"]:
                     of_runs = [{**row, "notes": " ".join(content["notes"])} for row in of_runs]
                 columns = dict.fromkeys(name for row in of_runs for name in row)
-                csv.write_csv(pa.table({name: [row.get(name) for row in of_runs] for name in columns}), output)
+                csv.write_csv(pa.table({name: [row.get(name) for row in of_runs] for name in columns}), partial)
     for figures in content["models"] if config.update_card else ():
         evaluations.update_folder(Path(figures["model"]), content["text"], figures.get("text"), figures.get("blimp"))
 

@@ -214,14 +214,14 @@ class FinetuneConfig(Options):
         None,
         "rows of a process at once; default: 32, divided by the number of processes",
         OPTIMIZER,
-        within="[1, 2147483647]",
+        within="[1, 16777216]",
     )
     per_device_eval_batch_size: int = option(
-        64, "rows of a process at once, without training", MACHINE, identity=False, within="[1, 2147483647]"
+        64, "rows of a process at once, without training", MACHINE, identity=False, within="[1, 16777216]"
     )
-    gradient_accumulation_steps: int = option(1, "batches in a step", OPTIMIZER, within="[1, 2147483647]")
+    gradient_accumulation_steps: int = option(1, "batches in a step", OPTIMIZER, within="[1, 1000000]")
     weight_decay: float = option(
-        0.01, "AdamW's weight decay, without biases and LayerNorm", OPTIMIZER, within="[0, inf)"
+        0.01, "AdamW's weight decay, without biases and LayerNorm", OPTIMIZER, within="[0, 1000]"
     )
     warmup_ratio: float | None = option(
         None, "share of the steps in which the rate rises (0.1)", OPTIMIZER, within="[0, 1)"
@@ -234,8 +234,8 @@ class FinetuneConfig(Options):
     )
     adam_beta1: float = option(0.9, "AdamW's first beta", OPTIMIZER, within="[0, 1)")
     adam_beta2: float = option(0.999, "AdamW's second beta", OPTIMIZER, within="[0, 1)")
-    adam_epsilon: float = option(1e-8, "AdamW's epsilon", OPTIMIZER, within="(0, inf)")
-    max_grad_norm: float = option(1.0, "a longer gradient is scaled down to this length", OPTIMIZER, within="(0, inf)")
+    adam_epsilon: float = option(1e-8, "AdamW's epsilon", OPTIMIZER, within="(0, 1]")
+    max_grad_norm: float = option(1.0, "a longer gradient is scaled down to this length", OPTIMIZER, within="(0, 1e9]")
     seed: int = option(
         42,
         "seed of the new head, of the order of rows, of dropout and of what is held out",

@@ -1,7 +1,6 @@
 """`predict`: a fine-tuned model on new rows; predictions and probabilities beside the rows' own columns."""
 
 import dataclasses
-import sys
 import tempfile
 from pathlib import Path
 from typing import TypedDict
@@ -9,7 +8,7 @@ from typing import TypedDict
 import transformers
 
 from d2l_bert import folders
-from d2l_bert.messages import UserError, counted, explained
+from d2l_bert.messages import UserError, counted, explained, standard_input
 from d2l_bert.modeling import conversion, loading
 from d2l_bert.records import check_type
 from d2l_bert.tokenization import tables
@@ -53,8 +52,8 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
     config.check()
     record, target = loading.read_run_record(name), Path(config.output)
     task = restored_task(name, record, config)
-    folders.check_new_file(target.absolute())
-    with tempfile.TemporaryDirectory() as scratch:
+    # Entered before any work: what stands in the way of the output is said at once.
+    with folders.new_file(target) as partial, tempfile.TemporaryDirectory() as scratch:
         split = read_rows(file, task, config, Path(scratch))
         output.check_table(target, split)
         rows = split.rows
@@ -74,8 +73,7 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
             split.rows = rows
         if target.suffix == ".csv":
             predicted = task.in_csv(predicted)
-        with folders.new_file(target) as partial:
-            output.write_table(partial, split, predicted, config.excel, are_formulas_kept=not config.excel)
+        output.write_table(partial, split, predicted, config.excel)
     without = f"; {counted(len(rows) - count, 'row')} without a text: no prediction there" if count < len(rows) else ""
     return f"{target}: predictions for {counted(count, 'row')}{without}"
 
@@ -135,10 +133,8 @@ def read_rows(file: str, task: Task, config: PredictConfig, scratch: Path) -> sp
             names columns.
     """
     if file == STDIN:
-        if sys.stdin is None:
-            raise UserError("standard input: is closed; give a file")
         file = str(scratch / "standard input")
-        Path(file).write_bytes(sys.stdin.buffer.read())
+        Path(file).write_bytes(standard_input().read())
     of_texts = [task.columns[option][0] for option in task.options_of_texts()]
     split = splits.read_file(file, "FILE", config.separator, of_texts[0])
     tables.check_separator(config.separator, [Path(file)])

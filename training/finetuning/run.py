@@ -2,9 +2,9 @@
 
 import contextlib
 import logging
-import shutil
 import sys
 from pathlib import Path
+from typing import NotRequired, TypedDict
 
 import torch
 import transformers
@@ -16,7 +16,7 @@ from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.modeling import conversion
 from d2l_bert.records import read_record
 from d2l_bert.training import devices, log, run_folder
-from d2l_bert.training.checkpoint import checkpoints
+from d2l_bert.training.checkpoint import checkpoints, delete_old, versions
 from d2l_bert.training.finetuning import metrics, output, splits, trainer
 from d2l_bert.training.finetuning.config import FinetuneConfig
 
@@ -25,6 +25,20 @@ logger = logging.getLogger(__name__)
 
 # In the folder of one model: its figures.
 RESULT_FILE = "result.json"
+
+
+class Result(TypedDict):
+    """The content of result.json, of `Run.attempt`."""
+
+    learning_rate: float
+    seed: int
+    steps: int
+    best_step: int
+    seconds: float
+    log: list[dict]
+    validation: NotRequired[dict[str, float]]
+    test: NotRequired[dict[str, float]]
+    diverged: NotRequired[bool]
 
 
 def finetune(config: FinetuneConfig) -> Path:
@@ -174,7 +188,7 @@ class Run:
             there are no metrics and no model.
         """
         folder, config, task = self.folder_of(rate, seed), self.config, self.task
-        if (result := read_record(folder / RESULT_FILE)) != {}:
+        if result := read_record(folder / RESULT_FILE, Result):
             return result
         checkpoint, before = devices.on_main(trainer.last_checkpoint, folder)
         arguments = self.arguments(rate, seed)
@@ -204,6 +218,7 @@ class Run:
             "steps": trained.state.global_step,
             "best_step": trained.state.best_global_step or trained.state.global_step,
             "seconds": callback.seconds(),
+            "versions": versions(),
             "log": [row for row in trained.state.log_history if "loss" in row or "eval_loss" in row],
         }
         model = trained.accelerator.unwrap_model(trained.model, keep_fp32_wrapper=False)
@@ -227,9 +242,9 @@ class Run:
             The report for the user: the table of figures, and what the folder holds.
         """
         task, place, outputs = self.task, (kept["learning_rate"], kept["seed"]), {}
-        model = getattr(transformers, task.auto_class).from_pretrained(
-            self.folder_of(*place) / output.MODEL_FOLDER, trust_remote_code=False
-        )
+        saved = self.folder_of(*place) / output.MODEL_FOLDER
+        with messages.reading_model(str(saved)):
+            model = getattr(transformers, task.auto_class).from_pretrained(saved, trust_remote_code=False)
         # For the table of predictions, and for the report by class.
         for name in sorted({*self.measured()[-1:], *({"test"} & {*self.splits})}):
             found = trainer.predict(task, model, self.arguments(*place), self.tokenizer, self.splits[name])
@@ -248,6 +263,5 @@ def _keep(folder, model, result):
         conversion.save_model(model, folder / output.MODEL_FOLDER)
         folders.sync(folder / output.MODEL_FOLDER / output.WEIGHTS_FILE)
     folders.write_json(folder / RESULT_FILE, result)
-    for checkpoint in checkpoints(folder):
-        shutil.rmtree(checkpoint)
-    return read_record(folder / RESULT_FILE)
+    delete_old(checkpoints(folder))
+    return read_record(folder / RESULT_FILE, Result)

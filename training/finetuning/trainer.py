@@ -5,7 +5,7 @@ import datetime
 import logging
 import time
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import torch
 import transformers
@@ -13,11 +13,11 @@ from accelerate.state import AcceleratorState
 from transformers.utils import hub
 
 from d2l_bert import folders
-from d2l_bert.messages import reading_model, refuse_first
+from d2l_bert.messages import UserError, reading_model, refuse_first
 from d2l_bert.model_cards.figures import shown_metric
 from d2l_bert.modeling import conversion, loading
 from d2l_bert.records import read_record
-from d2l_bert.training.checkpoint import checkpoints
+from d2l_bert.training.checkpoint import WEIGHTS_FILE, check_hashes, checkpoints, delete, hashes_of, versions
 from d2l_bert.training.finetuning import multiple_choice, question_answering, text_classification, token_classification
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.metrics import LOWER_IS_BETTER
@@ -61,15 +61,24 @@ AS_GIVEN = (
     "eval_steps",
 )
 
-# Written into a checkpoint after all its other files; holds the seconds of training so far. A checkpoint without this
-# file is never resumed from.
+# Written into a checkpoint after all its other files. A checkpoint without this file is never resumed from.
 COMPLETE_FILE = "complete"
+
+# Of a checkpoint: Trainer's own record.
+STATE_FILE = "trainer_state.json"
 
 
 class Complete(TypedDict):
-    """The content of `COMPLETE_FILE`."""
+    """The content of `complete`: the seconds of training so far, and the SHA-256 of each file, by its name."""
 
     seconds: float
+    sha256: dict[str, str]
+
+
+class Best(TypedDict):
+    """Of Trainer's state what is read here: the step with the best evaluation so far."""
+
+    best_global_step: NotRequired[int | None]
 
 
 def read_start(
@@ -319,12 +328,41 @@ class Checkpoints(transformers.TrainerCallback):
         args.distributed_state.wait_for_everyone()  # each process writes the state of its random numbers
         last = Path(args.output_dir, f"checkpoint-{state.global_step}")
         if state.is_world_process_zero and last.is_dir():
-            folders.write_json(last / COMPLETE_FILE, {"seconds": self.seconds()})
+            (last / COMPLETE_FILE).unlink(missing_ok=True)  # of an earlier start, which had a damaged one here
+            record = {"seconds": self.seconds(), "sha256": hashes_of(last), "versions": versions()}
+            folders.write_json(last / COMPLETE_FILE, record)
 
 
 def last_checkpoint(folder: Path) -> tuple[str | None, float]:
-    """The complete checkpoint of most steps in the folder of one model, and the seconds to it; None and 0 without."""
-    complete = [path for path in checkpoints(folder) if (path / COMPLETE_FILE).is_file()]
-    if not complete:
-        return None, 0.0
-    return str(complete[-1]), read_record(complete[-1] / COMPLETE_FILE, Complete)["seconds"]
+    """
+    The undamaged checkpoint of most steps in the folder of one model, and the seconds to it; None and 0 without.
+
+    Later ones, which the training makes again, are deleted. Of damaged ones a warning is logged.
+    """
+    paths, damaged = checkpoints(folder), False
+    while paths:
+        path = paths[-1]
+        try:
+            if (path / COMPLETE_FILE).exists():  # else it was not finished when the run was killed
+                return str(path), _read_complete(path)["seconds"]
+        except UserError as error:
+            damaged = True
+            logger.warning(f"{path}: damaged ({error}); the training goes on from an earlier one")
+        delete(paths.pop())
+    if damaged:
+        logger.warning(f"{folder}: no checkpoint is left to go on from; the training of this model starts anew")
+    return None, 0.0
+
+
+def _read_complete(path):
+    """The record of a complete checkpoint, whose files are whole, and those of the best one, which Trainer loads."""
+    record = read_record(path / COMPLETE_FILE, Complete)
+    check_hashes(path, record["sha256"], (STATE_FILE, WEIGHTS_FILE))
+    best = read_record(path / STATE_FILE, Best).get("best_global_step")
+    before = path.with_name(f"checkpoint-{best}")
+    if best and before != path:
+        of_best = read_record(before / COMPLETE_FILE, Complete)
+        if not of_best:
+            raise UserError(f"the best one before it, {before.name}, is gone")
+        check_hashes(before, of_best["sha256"], (WEIGHTS_FILE,))
+    return record

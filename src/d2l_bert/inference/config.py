@@ -53,7 +53,7 @@ class EmbedConfig(Options):
         None,
         "most tokens computed at once, padding included; the default is 4,096 on a CPU, 65,536 on a GPU",
         MACHINE,
-        within="[1, 2147483647]",
+        within="[1, 16777216]",
         common=True,
     )
 
