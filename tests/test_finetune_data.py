@@ -326,6 +326,18 @@ def test_cells_that_spreadsheets_compute_are_text_in_the_predictions_of_a_run(tr
     assert {row["id"] for row in read_csv(tmp_path / "out" / "predictions.csv")} == {"'=1+1"}
 
 
+@pytest.mark.parametrize("content", ["[]", "{}", '{"seed": "a"}', '{"validation": 5', None], ids=repr)
+def test_a_damaged_result_of_a_seed_is_one_line(content, trained, tmp_path, fails):
+    options = [*file_options(tmp_path, train=rows_of(12, 0), validation=rows_of(6, 1)), "--max_steps=1"]
+    finetune(trained, tmp_path / "out", "--task=classification", *options)
+    (result,) = (tmp_path / "out").glob("attempts/*/result.json")
+    if content is None:
+        content = json.dumps({name: value for name, value in read_record(result).items() if name != "validation"})
+    result.write_text(content)
+    words = ["finetune", trained, f"--output_dir={tmp_path / 'out'}", "--task=classification", *options]
+    assert "result.json" in fails(*words, "--resume_from_checkpoint=latest")
+
+
 def test_rows_with_the_texts_of_training_rows_are_counted(trained, tmp_path, capsys):
     table = write_table(tmp_path / "train.csv", rows_of(20, 0))
     options = [f"--train_file={table}", f"--test_file={table}", "--validation_share=0", "--max_steps=1"]

@@ -234,27 +234,14 @@ def test_rows_with_keys_of_their_own_make_no_table_of_empty_cells(tmp_path):
     assert json.loads(lines[7]) == {"text": "a", "key 7": 7, "prediction": "b"}
 
 
-CELLS = [
-    "=1+1",
-    "+cmd|' /C calc'!A0",
-    "-2+3",
-    "@SUM(A1)",
-    "\t=1",
-    "\r=1",
-    "-5",
-    "+3.5e-7",
-    "-0,5",
-    "-5%",
-    "a=b",
-    "",
-    "-",
-]
+FORMULAS = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "\r=1", " =1", "\uff1d1", "-"]
+CELLS = [*FORMULAS, "-5", "+3.5e-7", "-0,5", "-1.000,5", "-5 %", "a=b", ""]
 
 
 def test_cells_that_spreadsheets_compute_get_an_apostrophe(classifier, tmp_path):
     rows = [{"=x": cell, "text": "Then Anna sold it."} for cell in CELLS]
     file = write_table(tmp_path / "rows.csv", rows)
-    expected = [f"'{cell}" if number < 6 or cell == "-" else cell for number, cell in enumerate(CELLS)]
+    expected = [f"'{cell}" if cell in FORMULAS else cell for cell in CELLS]
     out = predict(classifier, file, tmp_path / "excel.csv", "--excel")
     table = list(csv.reader(io.StringIO(out.read_bytes().decode("utf-8-sig"), newline=""), delimiter=";"))
     assert table[0][0] == "'=x" and [row[0] for row in table[1:]] == expected

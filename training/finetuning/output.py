@@ -33,10 +33,10 @@ from d2l_bert.training.finetuning.tasks import LEARNT
 MOST_CELLS = 10_000_000
 MOST_CELLS_FOR_ONE = 100
 
-# How a cell begins that spreadsheets compute (https://owasp.org/www-community/attacks/CSV_Injection), and a number,
-# which may begin so.
-FORMULA_BEGINS = ("=", "+", "-", "@", "\t", "\r", "\n")
-A_NUMBER = re.compile(r"[+-]?(\d+([.,]\d*)?|[.,]\d+)(e[+-]?\d+)?%?", re.IGNORECASE)
+# What Excel and its like may compute as a formula, also behind white space and with signs of full width
+# (https://owasp.org/www-community/attacks/CSV_Injection); numbers begin with such signs, too.
+FORMULA = re.compile("[\t\r\n]|\\s*[-=+@\uff1d\uff0b\uff0d\uff20]")
+A_NUMBER = re.compile(r"[+-]?(\d+([.,]\d+)*|[.,]\d+)(e[+-]?\d+)?\s?%?", re.IGNORECASE | re.ASCII)
 
 # In the folder of each rate and seed: the best one's model.
 MODEL_FOLDER = "model"
@@ -142,7 +142,7 @@ def write_folder(run, model, outputs: dict, tried: list[dict], seeds: list[dict]
         wordpiece.save_tokenizer(run.tokenizer, partial)
         if "test" in splits:
             predicted = task.in_csv(task.predictions(splits["test"], outputs["test"]))
-            write_table(partial / run_folder.PREDICTIONS_FILE, splits["test"], predicted, are_formulas_kept=False)
+            write_table(partial / run_folder.PREDICTIONS_FILE, splits["test"], predicted, has_no_formulas=True)
         pictures.plot_finetuning(
             kept["log"],
             run.metric,
@@ -217,7 +217,7 @@ def write_table(
     split: Split,
     predicted: dict[str, list],
     is_for_excel: bool = False,
-    are_formulas_kept: bool = True,
+    has_no_formulas: bool = False,
 ) -> None:
     """
     Write the rows of a split, and what was predicted for them.
@@ -227,8 +227,8 @@ def write_table(
             JSON.
         predicted: by the names of new columns, a value for each row; None leaves the cell empty.
         is_for_excel: whether CSV has `;` between the cells, decimal commas, and a byte order mark at its beginning.
-        are_formulas_kept: whether a cell of CSV that a spreadsheet would compute stays as it is; else it gets an
-            apostrophe in front (`as_text`).
+        has_no_formulas: whether a cell of CSV that a spreadsheet would compute gets an apostrophe in front
+            (`as_text`), as with `is_for_excel`; else it stays as it is.
 
     Raises:
         UserError: a column of a Parquet file has values of several kinds.
@@ -258,12 +258,14 @@ def write_table(
                 cells = [as_json(cell) if isinstance(cell, list | dict) else cell for cell in row]
                 if is_for_excel:
                     cells = [str(cell).replace(".", ",") if isinstance(cell, float) else cell for cell in cells]
-                writer.writerow(cells if are_formulas_kept else map(as_text, cells))
+                if is_for_excel or has_no_formulas:
+                    cells = [as_text(cell) for cell in cells]
+                writer.writerow(cells)
 
 
 def as_text(cell: object) -> object:
     """A cell of CSV; with an apostrophe in front if a spreadsheet would take it for a formula and run it."""
-    is_formula = isinstance(cell, str) and cell.startswith(FORMULA_BEGINS) and not A_NUMBER.fullmatch(cell)
+    is_formula = isinstance(cell, str) and FORMULA.match(cell) and not A_NUMBER.fullmatch(cell)
     return f"'{cell}" if is_formula else cell
 
 

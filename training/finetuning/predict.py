@@ -53,8 +53,8 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
     config.check()
     record, target = loading.read_run_record(name), Path(config.output)
     task = restored_task(name, record, config)
-    folders.check_new_file(target.absolute())
-    with tempfile.TemporaryDirectory() as scratch:
+    # Entered before any work: what stands in the way of the output is said at once.
+    with folders.new_file(target) as partial, tempfile.TemporaryDirectory() as scratch:
         split = read_rows(file, task, config, Path(scratch))
         output.check_table(target, split)
         rows = split.rows
@@ -74,8 +74,7 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
             split.rows = rows
         if target.suffix == ".csv":
             predicted = task.in_csv(predicted)
-        with folders.new_file(target) as partial:
-            output.write_table(partial, split, predicted, config.excel, are_formulas_kept=not config.excel)
+        output.write_table(partial, split, predicted, config.excel)
     without = f"; {counted(len(rows) - count, 'row')} without a text: no prediction there" if count < len(rows) else ""
     return f"{target}: predictions for {counted(count, 'row')}{without}"
 

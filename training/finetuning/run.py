@@ -5,6 +5,7 @@ import logging
 import shutil
 import sys
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 import transformers
@@ -25,6 +26,21 @@ logger = logging.getLogger(__name__)
 
 # In the folder of one model: its figures.
 RESULT_FILE = "result.json"
+
+
+class _OfEveryResult(TypedDict):
+    learning_rate: float
+    seed: int
+    steps: int
+    best_step: int
+    seconds: float
+    log: list[dict]
+
+
+class Result(_OfEveryResult, total=False):
+    """The content of `RESULT_FILE`, beside the metrics by split."""
+
+    diverged: bool
 
 
 def finetune(config: FinetuneConfig) -> Path:
@@ -174,8 +190,8 @@ class Run:
             there are no metrics and no model.
         """
         folder, config, task = self.folder_of(rate, seed), self.config, self.task
-        if (result := read_record(folder / RESULT_FILE)) != {}:
-            return result
+        if (folder / RESULT_FILE).exists():
+            return self.finished(folder / RESULT_FILE)
         checkpoint, before = devices.on_main(trainer.last_checkpoint, folder)
         arguments = self.arguments(rate, seed)
         callback, patience = trainer.Checkpoints(before), config.early_stopping_patience
@@ -215,6 +231,19 @@ class Run:
             model, result["diverged"] = None, True
             logger.warning(f"{folder.name}: the training diverged (weights are not finite); it is left out")
         return devices.on_main(_keep, folder, model, result)
+
+    def finished(self, file: Path) -> dict:
+        """
+        The result of a model that an earlier run has finished.
+
+        Raises:
+            UserError: the file is not one that `attempt` writes.
+        """
+        result = read_record(file, Result)
+        missing = [name for name in self.measured() if not isinstance(result.get(name), dict)]
+        if missing and not result.get("diverged"):
+            raise messages.UserError(f"{file}: has no figures of {missing[0]} rows; delete the file's folder")
+        return result
 
     # -----------------------------------------------------------------------------------------------------------------
     # The end
