@@ -159,4 +159,4 @@ def test_only_pairs_of_its_paradigms_are_blimp(trained, tmp_path, capsys):
         assert main(["evaluate", str(trained), f"--blimp={tmp_path / name}", f"--output={output}"]) == 0
         said = capsys.readouterr()
         assert words in said.out and ("BLiMP" in said.out + said.err) == (name == "all")
-        assert json.loads(output.read_text())["models"][0]["blimp"]["name"] == words.partition(",")[0]
+        assert json.loads(output.read_text())["models"][0]["blimp"]["title"] == words.partition(",")[0]

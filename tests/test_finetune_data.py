@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 import wrong_rows
-from finetuning import file_options, finetune, load, rows_of
+from finetuning import file_options, finetune, load, read_csv, rows_of
 from text_sources import write_table
 from transformers import AutoTokenizer
 
@@ -280,6 +280,12 @@ OPTIONS = [  # options, words of the error line
         ["label_separator is for one column of labels, and label_column names several"],
     ),
     ("--task answers --license foo", ["license 'foo'", "https://huggingface.co/docs/hub/repositories-licenses"]),
+    ("--task sst2 --train_file a --separator ;", ["train_file a"]),
+    ("--task sst2 --validation_file a --validation_split b", ["validation_file and validation_split both give"]),
+    ("--task sst2 --dataset d --test_file a --test_split b", ["test_file and test_split both give"]),
+    ("--task sst2 --per_device_eval_batch_size 1000000000000000000000000000000", ["per_device_eval_batch_size"]),
+    ("--task sst2 --gradient_accumulation_steps 1000000000000000000000000000000", ["gradient_accumulation_steps"]),
+    ("--task sst2 --weight_decay 1e400", ["weight_decay"]),
     ("--task squad --max_answer_length 0", ["max_answer_length", "got 0"]),
     ("--task squad --doc_stride -1", ["doc_stride", "got -1"]),
     ("--task squad --null_score_diff_threshold nan", ["null_score_diff_threshold", "must be a finite number"]),
@@ -292,6 +298,44 @@ OPTIONS = [  # options, words of the error line
     ("--task swag", ["dataset allenai/swag: cannot be read"]),
     ("--task conll2003", ["dataset lhoestq/conll2003: cannot be read"]),
 ]
+
+
+@pytest.mark.parametrize(
+    "task, rows, option, word",
+    [
+        ("classification", list(rows_of(6, 0)), "--separator=;", "separator"),
+        (
+            "answers",
+            [wrong_rows.asked(), wrong_rows.asked()],
+            "--null_score_diff_threshold=1",
+            "null_score_diff_threshold",
+        ),
+    ],
+)
+def test_an_option_that_the_rows_give_no_effect_is_refused(task, rows, option, word, trained, tmp_path, fails):
+    file = write_table(tmp_path / "rows.jsonl", rows)
+    words = [f"--task={task}", f"--train_file={file}", "--validation_share=0", f"--output_dir={tmp_path / 'out'}"]
+    line = fails("finetune", trained, *words, option)
+    assert word in line and "leave it out" in line and not (tmp_path / "out").exists()
+
+
+def test_cells_that_spreadsheets_compute_are_text_in_the_predictions_of_a_run(trained, tmp_path):
+    rows = [{"id": "=1+1", **row} for row in rows_of(6, 0)]
+    options = file_options(tmp_path, train=rows, test=rows)
+    finetune(trained, tmp_path / "out", "--task=classification", *options, "--validation_share=0", "--max_steps=1")
+    assert {row["id"] for row in read_csv(tmp_path / "out" / "predictions.csv")} == {"'=1+1"}
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"seed": "a"}', '{"validation": 5', None], ids=repr)
+def test_a_damaged_result_of_a_seed_is_one_line(content, trained, tmp_path, fails):
+    options = [*file_options(tmp_path, train=rows_of(12, 0), validation=rows_of(6, 1)), "--max_steps=1"]
+    finetune(trained, tmp_path / "out", "--task=classification", *options)
+    (result,) = (tmp_path / "out").glob("attempts/*/result.json")
+    if content is None:
+        content = json.dumps({name: value for name, value in read_record(result).items() if name != "validation"})
+    result.write_text(content)
+    words = ["finetune", trained, f"--output_dir={tmp_path / 'out'}", "--task=classification", *options]
+    assert "result.json" in fails(*words, "--resume_from_checkpoint=latest")
 
 
 def test_rows_with_the_texts_of_training_rows_are_counted(trained, tmp_path, capsys):

@@ -8,10 +8,11 @@ import datasets
 import numpy as np
 import pytest
 from finetuning import answer_rows, choice_rows, load, saved, squad_json, swag_rows, tag_rows
+from sklearn.dummy import DummyClassifier, DummyRegressor
 from text_sources import write_table
 from transformers import AutoTokenizer
 
-from d2l_bert.training.finetuning import output
+from d2l_bert.training.finetuning import metrics, output, text_classification
 
 
 def read(split):
@@ -140,6 +141,61 @@ def test_labels_with_the_separator_are_read_back_from_the_table_of_predictions(t
     output.write_table(tmp_path / "predictions.csv", splits["train"], predicted)
     _, again = load(tmp_path / "predictions.csv", "multilabel")
     assert labels_of(again["train"]) == [row["label"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    "names, separator",
+    [("ab", ","), (["New York", "Rome"], "; "), (["[a", "b]"], ","), (["a|", "b"], "||")],
+)
+def test_predicted_labels_are_lists_and_are_read_back_from_csv(names, separator, tmp_path):
+    rows = [{"text": str(n), "label": found} for n, found in enumerate(([], [names[0]], [names[1]], list(names)))]
+    task, splits = load(write_table(tmp_path / "rows.jsonl", rows), "multilabel", label_separator=separator)
+    predicted = task.predictions(splits["train"], 2 * task.targets(splits["train"]) - 1)
+    assert predicted["prediction"] == [row["label"] for row in rows]
+    splits["train"].columns.remove("label")
+    output.write_table(tmp_path / "out.csv", splits["train"], {"label": task.in_csv(predicted)["prediction"]})
+    _, again = load(tmp_path / "out.csv", "multilabel", label_separator=separator)
+    assert labels_of(again["train"]) == [row["label"] for row in rows]
+
+
+def dummy(train, test, strategy):
+    """What scikit-learn's dummy classifier of this strategy predicts for the rows of a split."""
+    texts, labels = np.zeros((len(train.rows), 1)), [row.label for row in train.rows]
+    return DummyClassifier(strategy=strategy).fit(texts, labels).predict(np.zeros((len(test.rows), 1)))
+
+
+def test_what_knows_nothing_has_seen_the_training_labels_alone(tmp_path):
+    """Train has nine hams in ten, test one; scikit-learn's dummies as judges."""
+    train, test = ["ham"] * 9 + ["spam"], ["spam"] * 9 + ["ham"]
+    options = {"test_file": str(write_table(tmp_path / "test.csv", labelled(*test)))}
+    task, splits = load(write_table(tmp_path / "train.csv", labelled(*train)), "text-classification", **options)
+    _, found = task.know_nothing(splits["train"], splits["test"])
+    expected = np.mean(dummy(splits["train"], splits["test"], "most_frequent") == np.array(test))
+    assert found["accuracy"] == expected == 0.1
+    numbers, others = [1.0, 2.0, 6.0], [30.0, 50.0]
+    options = {"test_file": str(write_table(tmp_path / "test.csv", labelled(*others)))}
+    task, splits = load(write_table(tmp_path / "train.csv", labelled(*numbers)), "regression", **options)
+    guess = DummyRegressor(strategy="mean").fit(np.zeros((3, 1)), numbers).predict(np.zeros((2, 1)))
+    _, found = task.know_nothing(splits["train"], splits["test"])
+    assert found["mse"] == pytest.approx(np.mean((guess - others) ** 2))
+
+
+@pytest.mark.parametrize("kind", ["multilabel", "token-classification"])
+def test_other_labels_of_the_test_rows_do_not_change_what_knows_nothing_predicts(kind, tmp_path, monkeypatch):
+    guesses = []
+    for name in "ab":
+        rows = tag_rows(4, 0)
+        if kind == "multilabel":
+            rows = labelled(["a"], ["a", "b"], ["c"])
+        wrong = [{**row, list(row)[-1]: ["O"] * len(row["tokens"]) if "tokens" in row else [name]} for row in rows]
+        options = {"test_file": str(write_table(tmp_path / "test.jsonl", wrong))}
+        task, splits = load(write_table(tmp_path / "train.jsonl", rows), kind, **options)
+        where = metrics if kind == "token-classification" else text_classification.metrics
+        which = "tag_metrics" if kind == "token-classification" else "multilabel_metrics"
+        with monkeypatch.context() as patched:
+            patched.setattr(where, which, lambda true, said, *more: guesses.append(np.array(said, dtype=object)))
+            task.know_nothing(splits["train"], splits["test"])
+    assert all(list(one) == list(other) for one, other in zip(*guesses, strict=True))
 
 
 def test_lists_as_json_in_cells_of_csv_are_those_of_json_lines(tmp_path):

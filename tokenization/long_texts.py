@@ -11,6 +11,10 @@ from tokenizers import Tokenizer
 CHARACTERS_A_TOKEN = 16
 
 
+# Characters whose tokens are counted at once.
+COUNTED_AT_ONCE = 1 << 20
+
+
 def without_limits(backend: Tokenizer) -> Tokenizer:
     """A copy of a tokenizer that neither truncates nor pads."""
     plain = copy.deepcopy(backend)
@@ -48,3 +52,17 @@ def beginning_of(text: str, most: int, plain: Tokenizer) -> str:
             return text[: encoding.offsets[behind[2]][0]]
         end *= 4
     return text
+
+
+def token_count(text: str, plain: Tokenizer) -> int:
+    """
+    How many tokens a text has, without special tokens. One of more than a million characters is counted in parts, and
+    a word between two parts counts as two.
+
+    Args:
+        plain: of `without_limits`.
+    """
+    count = 0
+    for begin in range(0, len(text), COUNTED_AT_ONCE):
+        count += len(plain.encode(text[begin : begin + COUNTED_AT_ONCE], add_special_tokens=False))
+    return count

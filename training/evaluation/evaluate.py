@@ -42,9 +42,9 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         The content of the file `config.output`: `versions`, `options`, with those of the rows as they were for all
         models, `text` (the text's name), `models` and `notes` (`notes_on`). Each model has its `model` (the name
         given), `class`, `parameters`, and as far as they were asked for `text` (`text.evaluate_text`) and `blimp`
-        (`minimal_pairs.blimp_results`, with `score`, and `name`, which is `BLiMP` or what other pairs are called),
-        each with `unknown_share`, the share of its characters in `[UNK]` (of a text, in a sample of
-        `SAMPLED_CHARACTERS`).
+        (`minimal_pairs.blimp_results`, with `score`, with `name`, that of the folder, and with `title`, as of
+        `minimal_pairs.name_of_pairs`), each with `unknown_share`, the share of its characters in `[UNK]` (of a text,
+        in a sample of `SAMPLED_CHARACTERS`).
         None in all processes but the main one.
 
     Raises:
@@ -108,7 +108,8 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
                 model, encoded, config, accelerator, f"{model.name} on {pairs_name}"
             )
             figures["blimp"] = {
-                "name": pairs_name,
+                "name": folders.base_name(config.blimp),
+                "title": pairs_name,
                 "score": config.score,
                 "unknown_share": account.unknown_share(model.tokenizer, minimal_pairs.sentences_of(pairs)),
                 **minimal_pairs.blimp_results(pairs, scores.numpy()),
@@ -237,9 +238,9 @@ def evaluation_table(content: dict) -> str:
 def _title_of_pairs(blimp: dict) -> str:
     """The line above the accuracies on minimal pairs."""
     counted = f"{messages.counted(blimp['pairs'], 'pair')} in {blimp['paradigm_count']}"
-    of_all = f" of {len(minimal_pairs.PHENOMENON_OF)}" if blimp["name"] == minimal_pairs.BLIMP else ""
+    of_all = f" of {len(minimal_pairs.PHENOMENON_OF)}" if blimp["title"] == minimal_pairs.BLIMP else ""
     paradigms = "paradigm" if blimp["paradigm_count"] == 1 and not of_all else "paradigms"
-    return f"{blimp['name']}, score {blimp['score']}: {counted}{of_all} {paradigms}"
+    return f"{blimp['title']}, score {blimp['score']}: {counted}{of_all} {paradigms}"
 
 
 def notes_on(models: Sequence[masked_models.MaskedModel], results: Sequence[dict]) -> list[str]:
@@ -364,8 +365,8 @@ def _row_of(runs: list[MeasuredRun]) -> dict:
 
 def run_columns(figures: dict) -> dict[str, tuple]:
     """`RUN_COLUMNS`, and the column of the minimal pairs where there are such figures."""
-    name_of_pairs = figures.get("blimp", {}).get("name")
-    return RUN_COLUMNS if name_of_pairs is None else {**RUN_COLUMNS, name_of_pairs: PAIRS_COLUMN}
+    title = figures.get("blimp", {}).get("title")
+    return RUN_COLUMNS if title is None else {**RUN_COLUMNS, title: PAIRS_COLUMN}
 
 
 def as_markdown(rows: list[dict], formats: dict[str, str], notes: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from d2l_bert.messages import with_progress
+from d2l_bert.messages import UserError, with_progress
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.tokenization import long_texts, sources, tables
 from d2l_bert.training.evaluation.config import EvaluateConfig, Score
@@ -174,7 +174,11 @@ def print_line_scores(model: MaskedModel, config: EvaluateConfig, accelerator: A
     Raises:
         UserError: as in `sources.lines_and_cells`.
     """
-    tables.check_separator(config.separator, [Path(config.line_scores)])
+    file = Path(config.line_scores)
+    tables.check_separator(config.separator, [file])
+    is_table = file.is_file() and tables.file_kind(file) in tables.TABLE_KINDS
+    if config.text_column != EvaluateConfig().text_column and not is_table:
+        raise UserError("text_column is for tables, and line_scores reads lines; leave it out")
     plain = long_texts.without_limits(model.backend)
     model.backend.enable_truncation(model.most_positions)
     rows = enumerate(sources.lines_and_cells(config.line_scores, config.text_column, config.separator), 1)

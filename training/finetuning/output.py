@@ -34,8 +34,8 @@ from d2l_bert.training.finetuning.tasks import LEARNT
 MOST_CELLS = 10_000_000
 MOST_CELLS_FOR_ONE = 100
 
-# What Excel and its like may compute as a formula, also behind white space and with signs of full width; numbers begin
-# with such signs, too.
+# What Excel and its like may compute as a formula, also behind white space and with signs of full width
+# (https://owasp.org/www-community/attacks/CSV_Injection); numbers begin with such signs, too.
 FORMULA = re.compile("[\t\r\n]|\\s*[-=+@\uff1d\uff0b\uff0d\uff20]")
 A_NUMBER = re.compile(r"[+-]?(\d+([.,]\d+)*|[.,]\d+)(e[+-]?\d+)?\s?%?", re.IGNORECASE | re.ASCII)
 

@@ -188,8 +188,8 @@ class Run:
             there are no metrics and no model.
         """
         folder, config, task = self.folder_of(rate, seed), self.config, self.task
-        if result := read_record(folder / RESULT_FILE, Result):
-            return result
+        if (folder / RESULT_FILE).exists():
+            return self.finished(folder / RESULT_FILE)
         checkpoint, before = devices.on_main(trainer.last_checkpoint, folder)
         arguments = self.arguments(rate, seed)
         callback, patience = trainer.Checkpoints(before), config.early_stopping_patience
@@ -230,6 +230,19 @@ class Run:
             model, result["diverged"] = None, True
             logger.warning(f"{folder.name}: the training diverged (weights are not finite); it is left out")
         return devices.on_main(_keep, folder, model, result)
+
+    def finished(self, file: Path) -> dict:
+        """
+        The result of a model that an earlier run has finished.
+
+        Raises:
+            UserError: the file is not one that `attempt` writes.
+        """
+        result = read_record(file, Result)
+        missing = [name for name in self.measured() if not isinstance(result.get(name), dict)]
+        if missing and not result.get("diverged"):
+            raise messages.UserError(f"{file}: has no figures of {missing[0]} rows; delete the file's folder")
+        return result
 
     # -----------------------------------------------------------------------------------------------------------------
     # The end

@@ -411,18 +411,23 @@ def _beginnings(tokenizer, columns: list, max_seq_length: int) -> list:
     """
     The columns of `encoded`, of texts that are truncated, without most of what the truncation would leave out.
 
-    Of a pair, the text of more tokens is truncated: the beginning of a long one has more tokens than the other text,
-    and a pair of two long ones stays as it is.
+    Of a pair, the text of more tokens is truncated; if both are, it keeps one token more than the other where an odd
+    number of tokens fits. So its beginning has more tokens than that of the other text.
     """
     if not any(long_texts.is_long(text, max_seq_length) for column in columns for text in column):
         return columns
     plain, rows = long_texts.without_limits(tokenizer.backend_tokenizer), []
     for texts in zip(*columns, strict=True):
-        short = [text for text in texts if not long_texts.is_long(text, max_seq_length)]
-        if len(short) == len(texts) - 1:
-            most = max([max_seq_length, *(len(plain.encode(text)) for text in short)])
-            texts = [text if text in short else long_texts.beginning_of(text, most, plain) for text in texts]
-        rows.append(texts)
+        cut = list(texts)
+        most = max_seq_length
+        order = [0]
+        if len(texts) > 1:
+            first, second = (long_texts.token_count(text, plain) for text in texts)
+            order = [1, 0] if first > second else [0, 1]  # the text of more tokens last
+        for place in order:
+            cut[place] = long_texts.beginning_of(texts[place], most, plain)
+            most = max(most, long_texts.token_count(cut[place], plain))
+        rows.append(cut)
     return list(zip(*rows, strict=True))
 
 
