@@ -106,6 +106,7 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
                 model, encoded, config, accelerator, f"{model.name} on BLiMP"
             )
             figures["blimp"] = {
+                "name": folders.base_name(config.blimp),
                 "score": config.score,
                 "unknown_share": account.unknown_share(model.tokenizer, minimal_pairs.sentences_of(pairs)),
                 **minimal_pairs.blimp_results(pairs, scores.numpy()),
