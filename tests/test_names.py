@@ -213,7 +213,7 @@ ODD_NAMES = (
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_names_stay_in_their_place_through_all_commands(name, trained, books, tmp_path, capsys):
-    inside, before = tmp_path / "in", {}
+    inside = tmp_path / "in"
     stem, model = name.removesuffix(".csv"), tmp_path / "made" / f"m {name[:40]}"
     corpus = shutil.copytree(books, inside / stem)
     before = sorted(tmp_path.rglob("*"))
