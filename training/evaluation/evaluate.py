@@ -15,7 +15,7 @@ import pyarrow as pa
 from pyarrow import csv
 
 from d2l_bert import folders, messages
-from d2l_bert.model_cards import card, evaluations
+from d2l_bert.model_cards import card, evaluations, markdown
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.records import read_record
 from d2l_bert.tokenization import account, sources
@@ -295,5 +295,8 @@ def as_markdown(rows: list[dict]) -> str:
         return f"{row[label]:{form}}{of_seeds}" if label in row else ""
 
     lines = [["runs", "seeds", *columns], ["---"] * (len(columns) + 2)]
-    lines += [[row["runs"], str(row["seeds"]), *(cell(row, *column) for column in columns.items())] for row in rows]
+    lines += [
+        [markdown.cell(row["runs"]), str(row["seeds"]), *(cell(row, *column) for column in columns.items())]
+        for row in rows
+    ]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
