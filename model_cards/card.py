@@ -1,5 +1,7 @@
 """Writes and reads the model card. All numbers in a new card come from the files in the model's folder."""
 
+import difflib
+import logging
 import math
 import re
 import shlex
@@ -23,6 +25,8 @@ from d2l_bert.records import inside, read_record
 from d2l_bert.tokenization.config import dataset_and_config
 from d2l_bert.tokenization.model_files import ConfigFile, check_within, find_file
 
+
+logger = logging.getLogger(__name__)
 
 CARD_FILE = "README.md"
 RUN_FILE = "run_config.json"
@@ -123,7 +127,7 @@ def _rendered(folder, name, parameters):
     is_on_hub = bool(start) and not is_local and HUB_ID.fullmatch(start) is not None
     base_model = start if is_on_hub and not run.get("from_scratch") else None
     # Parts may have been prepared with a language each.
-    languages = ((record["base_model"] if is_tuned else run).get("language") or "").split(", ")
+    languages = shown((record["base_model"] if is_tuned else run).get("language") or "").split(", ")
     task, pipeline_tag = PAIR_TASKS.get(run.get("objective")), PIPELINE_TAGS.get(head)
     examples = chosen_examples(metrics, recipe)
     is_ours, kind = config["model_type"] == "d2l-bert", config["model_type"].removeprefix("d2l-")
@@ -133,10 +137,10 @@ def _rendered(folder, name, parameters):
         if languages[1:]
         else languages[0].partition("-")[0] or None,
         language_bcp47=[each for each in languages if "-" in each] or None,
-        license=run.get("license"),
+        license=run.get("license") and shown(run["license"]),
         library_name="transformers",
         pipeline_tag=pipeline_tag,
-        tags=[tag for tag in tags if tag],
+        tags=[shown(tag) for tag in tags if tag],
         datasets=[each for each in data.get("hub_datasets", []) if HUB_ID.fullmatch(each)] or None,
         model_name=name,
         base_model=base_model,
@@ -175,6 +179,64 @@ def _rendered(folder, name, parameters):
         release_command=release_command(release),
         prepare=shell_words(["d2l-bert", "prepare", *(w for o in PREPARED_WITH for w in flag(o, run.get(o)))]),
     )
+
+
+def updated_card(folder: Path, new: str) -> str:
+    """
+    The card for a folder whose run goes on: the new one, or one that was edited, with the new figures in it.
+
+    Lines that stand in the edited card as the run had written them become the new ones; all others stay.
+
+    Args:
+        folder: the files of the earlier run, as they are before they are replaced.
+        new: the card of the new files.
+    """
+    if not (folder / CARD_FILE).is_file():
+        return new
+    new_card, edited = ModelCard(new), read_card(folder)
+    written = ModelCard(render_card(folder)) if (folder / "config.json").is_file() else new_card
+    if edited.content == written.content:
+        return new
+    lines = (each.text.splitlines(keepends=True) for each in (edited, written, new_card))
+    edited.text, left = _merged(*lines)
+    of_run = {result.metric_name for result in written.data.eval_results or []}
+    of_others = [result for result in edited.data.eval_results or [] if result.metric_name not in of_run]
+    edited.data.eval_results = [*of_others, *(new_card.data.eval_results or [])] or None
+    for field in ("model_name", "license"):
+        setattr(edited.data, field, getattr(edited.data, field) or getattr(new_card.data, field))
+    missing = f"; {counted(left, 'change')} would be in edited lines: delete the card to have it new" if left else ""
+    logger.warning(f"{folder / CARD_FILE}: was edited; its words stay, with the new figures{missing}")
+    return edited.content
+
+
+def _merged(edited, written, new):
+    """
+    An edited text with the changes from `written` to `new`, where it still has the lines that change.
+
+    Args:
+        edited, written, new: lists of lines.
+
+    Returns:
+        The text, and the number of changes that were left out, as the lines to replace are gone.
+    """
+    kept = {}  # by the number of a line as it was written its number in the edited text
+    for start, other, size in difflib.SequenceMatcher(None, written, edited, autojunk=False).get_matching_blocks():
+        kept |= {start + number: other + number for number in range(size)}
+    kept |= {-1: -1, len(written): len(edited)}  # the beginning and the end of both
+    lines, left = list(edited), 0
+    changes = difflib.SequenceMatcher(None, written, new, autojunk=False).get_opcodes()
+    for kind, start, end, new_start, new_end in reversed(changes):
+        if kind == "equal":
+            continue
+        places = [kept.get(number) for number in range(start, end)]
+        before = kept.get(start - 1)
+        if places and None not in places and places[-1] - places[0] == end - start - 1:
+            lines[places[0] : places[-1] + 1] = new[new_start:new_end]
+        elif not places and before is not None:
+            lines[before + 1 : before + 1] = new[new_start:new_end]
+        else:
+            left += 1
+    return "".join(lines), left
 
 
 def chosen_examples(metrics: dict, recipe: dict) -> list[dict]:
@@ -255,9 +317,9 @@ def eval_results(metrics: dict, record: dict, pipeline_tag: str | None) -> list[
                     dataset_type=on_hub or invented_id(name),
                     dataset_name=shown(name),
                     # Keeps the figures of `d2l-bert evaluate` apart from those of a run on a corpus of the same name.
-                    dataset_split="evaluation" if metric.text else split if "splits" in data else None,
-                    metric_type=metric.metric_type,
-                    metric_name=metric.name,
+                    dataset_split="evaluation" if metric.text else shown(split) if "splits" in data else None,
+                    metric_type=shown(metric.metric_type),
+                    metric_name=shown(metric.name),
                     metric_value=round(metrics[metric.key], 4),
                 )
             )

@@ -65,7 +65,7 @@ MACHINE_PATHS = (
     rf"\bfile:/+{WORD}",
     rf"(?<![\w~/])~\w*/(?!\.){WORD}",
     rf"(?<![\w\\/])[A-Za-z]:[\\/]+{WORD}",
-    rf"(?<![\w\\])\\{{2,4}}{WORD}\\{{1,2}}[\w$]",
+    rf"(?<![\w\\])(?:\\{{2}}{WORD}\\|\\{{4}}{WORD}\\{{2}})[\w$]",  # of a server, as it is or in quotes
 )
 
 # Any other path from the root, of two words or more; but not those that all machines have, addresses of web pages and
@@ -276,7 +276,7 @@ def strings_in(content: object) -> Iterator[str]:
 IN_CODE = re.compile(r"^ {0,3}(`{3,}|~{3,}).*?(?:^ {0,3}\1[`~]*\s*$|\Z)|(?<!`)(`+)(?!`).*?(?<!`)\2(?!`)", re.M | re.S)
 
 # A picture's caption, in which brackets are escaped or come in pairs, and its address, between < and > or without.
-CAPTION = r"!\[(?:[^\[\]\\]|\\.|\[(?:[^\[\]\\]|\\.)*\])*\]"
+CAPTION = r"(?<!\\)!\[(?:[^\[\]\\]|\\.|\[(?:[^\[\]\\]|\\.)*\])*\]"
 PICTURE = re.compile(CAPTION + r"\(\s*(?:<([^<>\n]*)>|((?:[^\s()\\]|\\.|\([^\s()]*\))+))", re.S)
 
 

@@ -5,14 +5,22 @@ import re
 from pathlib import Path
 
 from d2l_bert import folders
-from d2l_bert.messages import refuse_first, writing
+from d2l_bert.messages import UserError, writing
 from d2l_bert.model_cards import card as cards
-from d2l_bert.model_cards.figures import BLIMP, BLIMP_PHENOMENON, evaluated_metrics
+from d2l_bert.model_cards.figures import (
+    BLIMP,
+    BLIMP_NAME,
+    BLIMP_PHENOMENON,
+    MINIMAL_PAIRS,
+    evaluated_metrics,
+    is_blimp,
+)
+from d2l_bert.model_cards.markdown import shown
 from d2l_bert.records import read_record
 
 
 # What EVALUATION.md renders, and where a card that has no such section gets it: before its limits, or at its end.
-SECTION = r"<!-- figures of d2l-bert evaluate -->.*?<!-- end of the figures -->\s*"
+SECTION = r"^<!-- figures of d2l-bert evaluate -->$.*?^<!-- end of the figures -->$\s*"
 PLACE = r"^(?=## Limits)|\Z"
 
 
@@ -29,23 +37,22 @@ def check_updatable(name: str) -> None:
     """
     folder = Path(name)
     kind, has_card = read_record(folder / "config.json").get("model_type"), (folder / cards.CARD_FILE).exists()
-    refuse_first(
-        {
-            "is no folder here; leave update_card out, or give a model's folder": not folder.is_dir(),
-            "cannot be written; leave update_card out, or allow writing there": not os.access(folder, os.W_OK),
-            f"has no {cards.CARD_FILE}, and a {kind} model gets none; write one, or leave update_card out": (
-                not has_card and kind not in ("d2l-bert", "bert")
-            ),
-        },
-        f"update_card: {name} ",
-    )
+    if not folder.is_dir():
+        raise UserError(f"update_card: {name} is no folder here; leave update_card out, or give a model's folder")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"update_card: {name} cannot be written; leave update_card out, or allow writing there")
+    if not has_card and kind not in ("d2l-bert", "bert"):
+        raise UserError(
+            f"update_card: {name} has no {cards.CARD_FILE}, and a {kind} model gets none; write one, or leave "
+            f"update_card out"
+        )
     read_record(folder / cards.METRICS_FILE)
     cards.read_card(folder)
 
 
 def update_folder(folder: Path, text: str | None, figures: dict | None, blimp: dict | None) -> None:
     """
-    Write figures into metrics.json and README.md. They replace earlier ones on the same text, or of BLiMP.
+    Write figures into metrics.json and README.md. They replace earlier ones on the same text, or on the same pairs.
 
     Of an existing card, only the section of these figures and the metadata's `model-index` change. The folder of a
     d2l-bert model or a stock BERT without a card gets one.
@@ -53,7 +60,8 @@ def update_folder(folder: Path, text: str | None, figures: dict | None, blimp: d
     Args:
         text: the name of the text; None without one.
         figures: the figures on the text, by their names; None without one.
-        blimp: the results on BLiMP (`blimp_results` of `d2l-bert evaluate`, with `score`); None without them.
+        blimp: the results on minimal pairs (`blimp_results` of `d2l-bert evaluate`, with `score` and `name`); None
+            without them.
 
     Raises:
         UserError: the card cannot be read, or the folder cannot be written, or another process writes there for long.
@@ -65,19 +73,17 @@ def update_folder(folder: Path, text: str | None, figures: dict | None, blimp: d
 
 def _update(folder, text, figures, blimp):
     before = read_record(folder / cards.METRICS_FILE)
-    earlier = rf"eval/{re.escape(text or '')}/\w+" + (r"|eval_blimp_.*" if blimp is not None else "")
-    metrics = {key: value for key, value in before.items() if not re.fullmatch(earlier, key, re.DOTALL)}
-    metrics |= {f"eval/{text}/{name}": value for name, value in (figures or {}).items() if value is not None}
-    if blimp is not None:
-        metrics |= {
-            BLIMP: blimp["accuracy"],
-            "eval_blimp_standard_error": blimp["standard_error"],
-            "eval_blimp_paradigms": blimp["paradigm_count"],
-            "eval_blimp_pairs": blimp["pairs"],
-            "eval_blimp_score": blimp["score"],
-            **{f"{BLIMP_PHENOMENON}{name}": figure["accuracy"] for name, figure in blimp["phenomena"].items()},
-        }
-    names = {metric.name for metric in (*evaluated_metrics(before), *evaluated_metrics(metrics))}
+    metrics = dict(before)
+    if figures is not None:
+        of_text = {f"eval/{text}/{name}": value for name, value in figures.items() if value is not None}
+        metrics = _replaced(metrics, rf"eval/{re.escape(text)}/(?!minimal_pairs_)\w+", of_text)
+    if blimp is not None and is_blimp(blimp.get("paradigms", ())):
+        metrics = _replaced(metrics, "eval_blimp_.*", _blimp_figures(blimp))
+    elif blimp is not None:
+        name = blimp.get("name") or "own pairs"
+        metrics = _replaced(metrics, rf"eval/{re.escape(name)}/minimal_pairs_\w+", _pair_figures(name, blimp))
+    # An earlier version has given BLiMP's name to figures on any pairs.
+    names = {BLIMP_NAME, *(metric.name for metric in (*evaluated_metrics(before), *evaluated_metrics(metrics)))}
     section = cards.TEMPLATES.get_template("EVALUATION.md").render(metrics=metrics)
     with writing(folder):
         folders.write_json(folder / cards.METRICS_FILE, metrics)
@@ -85,8 +91,35 @@ def _update(folder, text, figures, blimp):
         kept = [result for result in card.data.eval_results or [] if result.metric_name not in names]
         found = cards.eval_results(metrics, read_record(folder / cards.RUN_FILE), None)
         card.data.eval_results = kept + [result for result in found if result.metric_name in names]
-        card.data.model_name = card.data.model_name or folder.resolve().name
-        place = SECTION if re.search(SECTION, card.text, re.DOTALL) else PLACE
+        card.data.model_name = card.data.model_name or shown(folder.resolve().name)
+        place = SECTION if re.search(SECTION, card.text, re.DOTALL | re.MULTILINE) else PLACE
         card.text = re.sub(place, lambda _: section, card.text, count=1, flags=re.DOTALL | re.MULTILINE)
         with folders.atomic_file(folder / cards.CARD_FILE) as partial:
             partial.write_text(card.content, encoding="utf-8")
+
+
+def _replaced(metrics, earlier, new):
+    """Figures, of which those with keys like `earlier` are replaced."""
+    return {key: value for key, value in metrics.items() if not re.fullmatch(earlier, key, re.DOTALL)} | new
+
+
+def _blimp_figures(blimp):
+    """The entries of metrics.json for results on BLiMP."""
+    return {
+        BLIMP: blimp["accuracy"],
+        "eval_blimp_standard_error": blimp["standard_error"],
+        "eval_blimp_paradigms": blimp["paradigm_count"],
+        "eval_blimp_pairs": blimp["pairs"],
+        "eval_blimp_score": blimp["score"],
+        **{f"{BLIMP_PHENOMENON}{name}": figure["accuracy"] for name, figure in blimp["phenomena"].items()},
+    }
+
+
+def _pair_figures(name, results):
+    """The entries of metrics.json for results on other minimal pairs."""
+    return {
+        f"eval/{name}/{MINIMAL_PAIRS}": results["accuracy"],
+        f"eval/{name}/minimal_pairs_standard_error": results["standard_error"],
+        f"eval/{name}/minimal_pairs_count": results["pairs"],
+        f"eval/{name}/minimal_pairs_score": results["score"],
+    }

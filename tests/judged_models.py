@@ -64,7 +64,12 @@ def byte_tokenizer(books):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names, mask_token="<mask>")
 
 
-def write_pairs(folder, paradigms=3, pairs=12, seed=0):
+# Names of paradigms that BLiMP has, and of such that it has not.
+OF_BLIMP = ("principle_A_domain_1", "adjunct_island", "wh_island")
+MADE_UP = ("made_up_0", "made_up_1", "made_up_2")
+
+
+def write_pairs(folder, paradigms=3, pairs=12, seed=0, names=MADE_UP, phenomena=("verbs", "articles")):
     """Write files as BLiMP's: pairs of sentences with two words swapped, or one word replaced; returns the folder."""
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,9 +79,9 @@ def write_pairs(folder, paradigms=3, pairs=12, seed=0):
             name, thing, place = rng.choice(PEOPLE).title(), rng.choice(THINGS), rng.choice(PLACES)
             good = f"{name} walked to the {place} with a {thing}."
             bad = rng.choice([f"{name} walked to a {place} with the {thing}.", good.replace("walked", "walk")])
-            rows.append({"sentence_good": good, "sentence_bad": bad, "UID": f"made_up_{number}"})
-            rows[-1]["linguistics_term"] = "articles" if number else "verbs"
-        (folder / f"made_up_{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            rows.append({"sentence_good": good, "sentence_bad": bad, "UID": names[number]})
+            rows[-1]["linguistics_term"] = phenomena[bool(number)]
+        (folder / f"{names[number]}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 

@@ -2,19 +2,21 @@
 
 import json
 import re
+from itertools import chain
 from pathlib import Path
 
 import pytest
 from conftest import write_books
 from hub_cards import read_card
 from huggingface_hub import ModelCard
-from judged_models import write_pairs
+from judged_models import OF_BLIMP, write_pairs
 
 from d2l_bert import D2lBertForPreTraining
 from d2l_bert.__main__ import main
 from d2l_bert.model_cards.card import count_parameters, local_name, portable, render_card
 from d2l_bert.model_cards.checks import check_card
 from d2l_bert.model_cards.evaluations import update_folder
+from d2l_bert.model_cards.figures import BLIMP_PARADIGMS, is_blimp
 from d2l_bert.records import read_record
 
 
@@ -242,7 +244,8 @@ def card_figures(folder):
 
 
 def test_the_command_updates_a_runs_folder_which_can_be_published(folder, tmp_path):
-    texts, pairs = write_books(tmp_path / "others", count=3, seed=5), write_pairs(tmp_path / "pairs")
+    texts = write_books(tmp_path / "others", count=3, seed=5)
+    pairs = write_pairs(tmp_path / "pairs", names=OF_BLIMP, phenomena=("binding", "island_effects"))
     own = read_record(folder / "metrics.json")
     options = [f"--corpus={texts}", "--pppl_sentences=4", f"--blimp={pairs}", "--update_card"]
     output = tmp_path / "figures.json"
@@ -256,7 +259,28 @@ def test_the_command_updates_a_runs_folder_which_can_be_published(folder, tmp_pa
     assert in_metadata["MLM loss on others"] == round(figures["text"]["mlm_loss"], 4)
     assert in_metadata["MLM loss"] == round(own["eval_mlm_loss"], 4)
     assert rows["pseudo-perplexity of a word on others"] == f"{figures['text']['pseudo_perplexity']:,.1f}"
-    assert f"verbs {100 * figures['blimp']['phenomena']['verbs']['accuracy']:.1f}" in text
+    assert f"binding {100 * figures['blimp']['phenomena']['binding']['accuracy']:.1f}" in text
+    assert "nyu-mll/blimp" in (folder / "README.md").read_text()
+
+
+def test_pairs_of_ones_own_are_never_called_blimp(folder, tmp_path):
+    pairs = write_pairs(tmp_path / "own *pairs*")
+    assert main(["evaluate", str(folder), f"--blimp={pairs}", "--update_card"]) == 0
+    metrics, (in_metadata, rows, text) = read_record(folder / "metrics.json"), card_figures(folder)
+    accuracy = metrics["eval/own *pairs*/minimal_pairs_accuracy"]
+    assert in_metadata["accuracy on minimal pairs of own *pairs*"] == round(accuracy, 4)
+    assert rows[r"accuracy on minimal pairs of own \*pairs\*"] == f"{100 * accuracy:.1f} %" and "39 minimal" in text
+    assert "blimp" not in (folder / "README.md").read_text().lower() and "blimp" not in json.dumps(metrics)
+    check_card(folder)
+    assert (folder / "README.md").read_text() == render_card(folder)
+    # Nor what an earlier version has written under this name.
+    update_folder(folder, None, None, {**BLIMP, "phenomena": {"verbs": {"accuracy": 1.0}}})
+    assert "blimp" not in (folder / "README.md").read_text().lower()
+
+
+def test_blimp_has_67_paradigms_of_13_phenomena():
+    assert sum(map(len, BLIMP_PARADIGMS.values())) == 67 == len({*chain(*BLIMP_PARADIGMS.values())})
+    assert len(BLIMP_PARADIGMS) == 13 and is_blimp(OF_BLIMP) and not is_blimp([*OF_BLIMP, "made_up_0"])
 
 
 def test_later_figures_replace_those_of_the_same_text_alone(folder):

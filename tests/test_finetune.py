@@ -16,6 +16,7 @@ from local_hub import TOKEN, environment
 from matplotlib.figure import Figure
 from promises.driving import PEOPLE
 from publishing import published
+from text_sources import write_table
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel, Trainer, pipeline
 
 from d2l_bert.__main__ import main
@@ -109,6 +110,40 @@ def test_a_model_trained_in_bf16_is_measured_in_float32(trained, files, tmp_path
     answers = pipeline("text-classification", model=str(tmp_path / "out"))([row["text"] for row in table])
     scores = [float(row["probability"]) for row in table]
     assert [answer["score"] for answer in answers] == pytest.approx(scores, abs=2e-6)
+
+
+@pytest.mark.parametrize("place", ["{}/rows:default", "../secret-project/rows/"])
+def test_no_folder_above_a_data_set_is_in_any_file_of_a_run(trained, tmp_path, monkeypatch, place):
+    secret, out = tmp_path / "secret-project", tmp_path / "out"
+    (secret / "rows").mkdir(parents=True)
+    for split, count in (("train", 12), ("test", 6)):
+        write_table(secret / "rows" / f"{split}.csv", rows_of(count, 0))
+    monkeypatch.chdir(secret)
+    options = ["--task=classification", f"--dataset={place.format(secret)}", "--max_steps=1", "--license=mit"]
+    finetune(trained, out, *options)
+    record, shown = read_record(out / "run_config.json"), place.rstrip("/").rpartition("/")[2]
+    assert record["finetune"]["dataset"] == shown and record["data"]["hub_datasets"] == []
+    assert record["data"]["splits"]["test"]["name"] == f"{shown}, split test"
+    assert "secret-project" not in "".join(path.read_text() for path in out.glob("*.[jm][sd]*"))
+    assert main(["publish", str(out), "someone/bert", "--dry_run"]) == 0
+
+
+def test_an_edited_card_keeps_its_words_when_seeds_are_added(trained, files, tmp_path, capsys):
+    command = ["--task=classification", *files, "--max_steps=2", "--license=mit"]
+    finetune(trained, tmp_path, *command)
+    path, again = tmp_path / "README.md", ["--resume_from_checkpoint=latest"]
+    path.write_text(path.read_text().replace("Bias: not measured.", "Bias: see below.") + "\nMy own words.\n")
+    capsys.readouterr()
+    metrics = finetune(trained, tmp_path, *command, "--num_seeds=2", *again)
+    text, said = path.read_text(), capsys.readouterr().err
+    assert "My own words." in text and "Bias: see below." in text and "Bias: not measured." not in text
+    assert "was edited" in said and "edited lines" not in said
+    assert "rows, by seed" in text and f"| mean | {100 * metrics['mean']['test']['accuracy']:.1f} % |" in text
+    assert "--num_seeds 2" in text and main(["publish", str(tmp_path), "someone/bert", "--dry_run"]) == 0
+    # A figure that was edited is not touched, and that is said.
+    path.write_text(text.replace("| mean |", "| my mean |"))
+    finetune(trained, tmp_path, *command, "--num_seeds=3", *again)
+    assert "| my mean |" in path.read_text() and "edited lines" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,12 +10,15 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 from promises.driving import wait_for
 from test_export import INT8, NODE_MODULES, PROMPT, export, run_onnx
 from transformers import AutoTokenizer, pipeline
+
+from d2l_bert.inference import page as pages
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -85,12 +88,58 @@ def page(trained, tmp_path_factory):
         *(trained, place / "stock"),
         *("--page", str(place / "page"), "--runtime", str(NODE_MODULES.parent)),
     )
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=place / "page")
+    with served(place / "page") as address:
+        yield address, folder
+
+
+@contextlib.contextmanager
+def served(folder):
+    """The address of a folder on this machine."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
     handler.log_message = lambda *_: None
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/", folder
+    yield f"http://127.0.0.1:{server.server_port}/"
     server.shutdown()
+
+
+# In place of transformers.js: a model that finds the first class of config.json likeliest.
+STUB = """
+const config = await (await fetch("model/config.json")).json();
+const model = async () => ({ logits: { data: [3, 2, 1], dims: [1, 3] } });
+export const env = { backends: { onnx: { wasm: {} } } };
+export const AutoTokenizer = { from_pretrained: async () => () => ({ input_ids: { data: [1, 2] } }) };
+export const AutoModelForSequenceClassification = { from_pretrained: async () => Object.assign(model, { config }) };
+export const AutoModelForMaskedLM = AutoModelForSequenceClassification;
+"""
+
+
+@needs_browser
+def test_names_of_a_model_and_its_classes_are_text_on_the_page(tmp_path):
+    labels = ["<img src=x onerror=\"document.title='run'\">", "</span><script>alert(1)</script>", "\u202e{{ 7 * 7 }}"]
+    name = f"{labels[0]} ../a `b` \n {'x' * 300}"
+    exported, page = tmp_path / "exported", tmp_path / "page"
+    for file in ("tokenizer.json", "tokenizer_config.json", INT8):
+        (exported / file).parent.mkdir(parents=True, exist_ok=True)
+        (exported / file).write_text("{}")
+    config = {"id2label": dict(enumerate(labels)), "max_position_embeddings": 9}
+    (exported / "config.json").write_text(json.dumps(config))
+    (exported / "metrics.json").write_text(json.dumps({"export": {"task": "text-classification"}}))
+    shutil.copytree(Path(pages.__file__).with_name("page_files"), page)
+    (page / "runtime" / "transformers.min.js").write_text(STUB)
+    pages.write_page(exported, name, page)
+    with served(page) as address, chromium() as driver:
+        driver.get(address)
+        wait_for(lambda: driver.find_element("id", "go").is_enabled(), [])
+        assert texts_of(driver, "h1") == [name] and driver.title == " ".join(name.split())
+        driver.execute_script("document.getElementById('text').value = arguments[0]", labels[0])
+        driver.find_element("id", "go").click()
+        wait_for(lambda: texts_of(driver, ".token"), [])
+        assert texts_of(driver, ".token") == labels and driver.title != "run"
+        assert not texts_of(driver, "img") and len(texts_of(driver, "script")) == 1
+        assert hosts(driver) == {"127.0.0.1"}
+        # a long name is broken, and the page no wider than the window
+        assert driver.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
 
 
 @needs_browser

@@ -16,6 +16,9 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 
 from d2l_bert import D2lBertForPreTraining
 from d2l_bert.__main__ import main
+from d2l_bert.messages import UserError
+from d2l_bert.model_cards.checks import local_pictures, refuse_paths
+from d2l_bert.model_cards.markdown import cell
 from d2l_bert.model_cards.publish import hub_errors
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 
@@ -274,6 +277,117 @@ def test_a_damaged_folder_is_refused_in_one_line_before_anything_is_sent(here, f
     assert said.err.startswith("d2l-bert publish: error: ") and said.err.count("\n") == 1 and not said.out
     assert words in said.err and str(folder) in said.err and ";" in said.err, said.err
     assert not here.requests and not here.repositories
+
+
+PATHS = [
+    *(
+        "/root/x",
+        "in /root.",
+        "/cluster/home/bob",
+        '"/scratch"',
+        "/scratch/bob",
+        "/mnt/data",
+        "/mnt/data/x",
+        "/srv/x/ds",
+    ),
+    *(
+        "/home/bob",
+        "/Users/ann/x",
+        "/net/home/bob",
+        "/gpfs/u/bob",
+        "/data/bob/x",
+        "/tmp/x/y",
+        "/content/drive/MyDrive",
+    ),
+    *("C:\\Users\\bob", "c:\\data\\x", "D:/data/x", "\\\\server\\share", "file:///home/x", "file:///data"),
+    *("~/models/x", "~bob/x", "host:/data/bob", "(/data/bob)", "--corpus=/data/bob", "`/data/bob`", "/Größe/x"),
+    *("/Volumes/Disk/x", "/private/var/folders/ab", "/opt/home/bob", "/lustre", "/a b: /data/bob"),
+]
+NO_PATHS = [
+    *(
+        "and/or",
+        "he/she",
+        "TCP/IP",
+        "N/A",
+        "km/h",
+        "w/o",
+        "12/24/2024",
+        "1/2/3",
+        "a / b / c",
+        "24/7",
+        "s/foo/bar/",
+        "/help",
+    ),
+    *(
+        "/v1/api",
+        "POST /v1/chat/completions",
+        "/api/models/x",
+        "https://a.b/home/x/y",
+        "http://host:80/a/b",
+        "org/model/x",
+    ),
+    *(
+        "/usr/bin/env",
+        "/etc/hosts",
+        "/dev/null",
+        "/path/to/model",
+        "../x/y",
+        "./x/y",
+        "~/.cache/x",
+        "**/a/b",
+        "</td></tr>",
+    ),
+    *(
+        "[x](/foo/bar)",
+        'src="/a/b/c"',
+        "note: it's",
+        "x:y",
+        "$\\\\alpha$",
+        "\\alpha\\beta",
+        "//",
+        "https://huggingface.co/root/x",
+    ),
+]
+
+
+@pytest.mark.parametrize("text", PATHS)
+def test_a_path_of_a_machine_is_found_in_all_its_spellings(tmp_path, text):
+    """In Markdown as it is, in its escapes, as code and in the metadata; in JSON as a text or as a name."""
+    for shown in (text, cell(text), f"x `{text}` y", f"---\nname: {json.dumps(text, ensure_ascii=False)}\n---\n"):
+        (tmp_path / "README.md").write_text(f"Made of {shown}")
+        with pytest.raises(UserError, match="names a folder of this machine"):
+            refuse_paths(tmp_path, tmp_path / "README.md")
+    for content in ({"a": [text]}, {text: 1}, {"a": f"see {text}"}):
+        (tmp_path / "metrics.json").write_text(json.dumps(content))
+        with pytest.raises(UserError, match="names a folder of this machine"):
+            refuse_paths(tmp_path, tmp_path / "metrics.json")
+
+
+def test_what_only_looks_like_a_path_is_published(tmp_path):
+    (tmp_path / "README.md").write_text("\n\n".join(NO_PATHS))
+    (tmp_path / "metrics.json").write_text(json.dumps(NO_PATHS))
+    for name in ("README.md", "metrics.json"):
+        refuse_paths(tmp_path, tmp_path / name)
+
+
+def test_the_pictures_of_a_card_are_found_as_markdown_reads_them():
+    shown = [
+        *(
+            "![Confusion matrix on te[1](2).csv](a.png)",
+            "![a\\[b](x%5B1%5D.png)",
+            "![](<a b.png>)",
+            '![t](a(1).png "t")',
+        ),
+        "![a\nb](c.png)",
+    ]
+    hidden = [
+        "`![n](n.png)`",
+        "``![n`n](n.png)``",
+        "```\n![n](n.png)\n```",
+        "![t](https://x.y/z.png)",
+        "\\![l](l.png)",
+    ]
+    assert local_pictures("\n\n".join([*shown, *hidden])) == ["a.png", "x[1].png", "a b.png", "a(1).png", "c.png"]
 
 
 @pytest.mark.parametrize(

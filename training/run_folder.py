@@ -318,7 +318,8 @@ def finish_folder(
         metrics = {**metrics, **held_out.variety(published, next(iter(pairs))), "predictions": predictions}
         folders.write_json(partial / card.RUN_FILE, record)
         folders.write_json(partial / card.METRICS_FILE, metrics)
-        (partial / card.CARD_FILE).write_text(card.render_card(partial, folder.resolve().name), encoding="utf-8")
+        text_of_card = card.updated_card(folder, card.render_card(partial, folder.resolve().name))
+        (partial / card.CARD_FILE).write_text(text_of_card, encoding="utf-8")
     return held_out.report(folder, metrics, example, record["data"])
 
 

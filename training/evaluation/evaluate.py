@@ -16,7 +16,7 @@ import pyarrow as pa
 from pyarrow import csv
 
 from d2l_bert import folders, messages
-from d2l_bert.model_cards import card, evaluations
+from d2l_bert.model_cards import card, evaluations, markdown
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.records import read_record
 from d2l_bert.tokenization import account, sources, wordpiece
@@ -379,9 +379,9 @@ def as_markdown(rows: list[dict], formats: dict[str, str], notes: Sequence[str])
         notes: of `notes_on`.
     """
     shown = {label: form for label, form in formats.items() if any(label in row for row in rows)}
-    lines = [["runs", "seeds", *map(escaped, shown)], ["---"] * (len(shown) + 2)]
+    lines = [["runs", "seeds", *map(markdown.cell, shown)], ["---"] * (len(shown) + 2)]
     for row in rows:
-        cells = [escaped(row["runs"]), str(row["seeds"])]
+        cells = [markdown.cell(row["runs"]), str(row["seeds"])]
         for label, form in shown.items():
             cells.append(_markdown_cell(row, label, form))
         lines.append(cells)
@@ -395,8 +395,3 @@ def _markdown_cell(row, label, form):
         return ""
     deviation = row.get(DEVIATION.format(label))
     return f"{row[label]:{form}}" if deviation is None else f"{row[label]:{form}} ({deviation:{form}})"
-
-
-def escaped(name: str) -> str:
-    """A name of a folder as text in a cell of a Markdown table: no cell of its own, no link, no picture, no tag."""
-    return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", " ".join(name.split()))

@@ -161,7 +161,10 @@ def write_folder(run, model, outputs: dict, tried: list[dict], seeds: list[dict]
                     metrics["pictures"][place.name] = caption
         folders.write_json(partial / card.METRICS_FILE, metrics)
         folders.write_json(partial / card.RUN_FILE, run.record)
-        (partial / card.CARD_FILE).write_text(card.render_card(partial, folder.resolve().name), encoding="utf-8")
+        text = card.render_card(partial, folder.resolve().name)
+        if run.config.resume_from_checkpoint:
+            text = card.updated_card(folder, text)
+        (partial / card.CARD_FILE).write_text(text, encoding="utf-8")
     for other in {*attempt.parent.iterdir()} - {attempt}:
         shutil.rmtree(other / MODEL_FOLDER, ignore_errors=True)
     # Of 264 letters: after 36 steps a model tells three classes half of the time, after 180 four fifths.
