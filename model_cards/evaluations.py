@@ -6,6 +6,7 @@ from pathlib import Path
 
 from d2l_bert import folders
 from d2l_bert.messages import UserError, writing
+from d2l_bert.model_cards import blimp as blimp_pairs
 from d2l_bert.model_cards import card as cards
 from d2l_bert.model_cards.figures import (
     BLIMP,
@@ -13,7 +14,6 @@ from d2l_bert.model_cards.figures import (
     BLIMP_PHENOMENON,
     MINIMAL_PAIRS,
     evaluated_metrics,
-    is_blimp,
 )
 from d2l_bert.model_cards.markdown import shown
 from d2l_bert.records import read_record
@@ -60,8 +60,8 @@ def update_folder(folder: Path, text: str | None, figures: dict | None, blimp: d
     Args:
         text: the name of the text; None without one.
         figures: the figures on the text, by their names; None without one.
-        blimp: the results on minimal pairs (`blimp_results` of `d2l-bert evaluate`, with `score` and `name`); None
-            without them.
+        blimp: the results on minimal pairs (`blimp_results` of `d2l-bert evaluate`, with `score`, `name` and `title`);
+            None without them.
 
     Raises:
         UserError: the card cannot be read, or the folder cannot be written, or another process writes there for long.
@@ -77,7 +77,7 @@ def _update(folder, text, figures, blimp):
     if figures is not None:
         of_text = {f"eval/{text}/{name}": value for name, value in figures.items() if value is not None}
         metrics = _replaced(metrics, rf"eval/{re.escape(text)}/(?!minimal_pairs_)\w+", of_text)
-    if blimp is not None and is_blimp(blimp.get("paradigms", ())):
+    if blimp is not None and blimp["title"] == blimp_pairs.BLIMP:
         metrics = _replaced(metrics, "eval_blimp_.*", _blimp_figures(blimp))
     elif blimp is not None:
         name = blimp.get("name") or "own pairs"

@@ -1,12 +1,11 @@
 """The figures that a card may show: their names and units, where metrics.json has them; the table of a fine-tuning."""
 
-import itertools
 import math
 import re
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from d2l_bert.messages import counted
+from d2l_bert.model_cards.blimp import PARADIGMS_OF
 from d2l_bert.model_cards.markdown import shown
 from d2l_bert.pair_tasks import PAIR_TASKS
 
@@ -16,40 +15,6 @@ OF_A_TEXT = re.compile(r"eval/(?P<text>.+)/(?P<figure>\w+)", re.DOTALL)
 
 # BLiMP's accuracy in metrics.json and on a card.
 BLIMP, BLIMP_NAME = "eval_blimp_accuracy", "BLiMP accuracy"
-
-# The 67 paradigms of BLiMP (Warstadt et al., 2020; `UID` in its files), by its phenomena (`linguistics_term` there).
-BLIMP_PARADIGMS = {
-    phenomenon: names.split()
-    for phenomenon, names in {
-        "anaphor_agreement": "anaphor_gender_agreement anaphor_number_agreement",
-        "argument_structure": "causative drop_argument inchoative intransitive passive_1 passive_2 transitive",
-        "binding": """principle_A_c_command principle_A_case_1 principle_A_case_2 principle_A_domain_1
-            principle_A_domain_2 principle_A_domain_3 principle_A_reconstruction""",
-        "control_raising": """existential_there_object_raising existential_there_subject_raising
-            expletive_it_object_raising tough_vs_raising_1 tough_vs_raising_2""",
-        "determiner_noun_agreement": """determiner_noun_agreement_1 determiner_noun_agreement_2
-            determiner_noun_agreement_irregular_1 determiner_noun_agreement_irregular_2
-            determiner_noun_agreement_with_adj_2 determiner_noun_agreement_with_adj_irregular_1
-            determiner_noun_agreement_with_adj_irregular_2 determiner_noun_agreement_with_adjective_1""",
-        "ellipsis": "ellipsis_n_bar_1 ellipsis_n_bar_2",
-        "filler_gap_dependency": """wh_questions_object_gap wh_questions_subject_gap
-            wh_questions_subject_gap_long_distance wh_vs_that_no_gap wh_vs_that_no_gap_long_distance
-            wh_vs_that_with_gap wh_vs_that_with_gap_long_distance""",
-        "irregular_forms": "irregular_past_participle_adjectives irregular_past_participle_verbs",
-        "island_effects": """adjunct_island complex_NP_island coordinate_structure_constraint_complex_left_branch
-            coordinate_structure_constraint_object_extraction left_branch_island_echo_question
-            left_branch_island_simple_question sentential_subject_island wh_island""",
-        "npi_licensing": """matrix_question_npi_licensor_present npi_present_1 npi_present_2
-            only_npi_licensor_present only_npi_scope sentential_negation_npi_licensor_present
-            sentential_negation_npi_scope""",
-        "quantifiers": """existential_there_quantifiers_1 existential_there_quantifiers_2
-            superlative_quantifiers_1 superlative_quantifiers_2""",
-        "s-selection": "animate_subject_passive animate_subject_trans",
-        "subject_verb_agreement": """distractor_agreement_relational_noun distractor_agreement_relative_clause
-            irregular_plural_subject_verb_agreement_1 irregular_plural_subject_verb_agreement_2
-            regular_plural_subject_verb_agreement_1 regular_plural_subject_verb_agreement_2""",
-    }.items()
-}
 
 # BLiMP's accuracy on one phenomenon, such as "eval_blimp_accuracy/island_effects".
 BLIMP_PHENOMENON = f"{BLIMP}/"
@@ -181,15 +146,10 @@ def evaluated_metrics(metrics: dict) -> list[ReportedMetric]:
     return found
 
 
-def is_blimp(paradigms: Iterable[str]) -> bool:
-    """Whether minimal pairs are BLiMP's, by the names of their paradigms: figures on others do not get its name."""
-    return set(paradigms) <= set(itertools.chain(*BLIMP_PARADIGMS.values()))
-
-
 def has_blimp(metrics: dict) -> bool:
     """Whether the figures that metrics.json has under BLiMP's name are of its phenomena."""
     phenomena = (key.removeprefix(BLIMP_PHENOMENON) for key in metrics if key.startswith(BLIMP_PHENOMENON))
-    return BLIMP in metrics and set(phenomena) <= set(BLIMP_PARADIGMS)
+    return BLIMP in metrics and set(phenomena) <= PARADIGMS_OF.keys()
 
 
 def has_collapsed(metrics: dict) -> bool:

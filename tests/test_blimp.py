@@ -14,12 +14,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForMaskedLM, AutoProcessor, AutoTokenizer
 
 from d2l_bert.__main__ import main
+from d2l_bert.model_cards.blimp import PHENOMENON_OF
 from d2l_bert.tokenization.wordpiece import plain_backend, text_backend
 from d2l_bert.training.devices import make_accelerator
 from d2l_bert.training.evaluation.config import EvaluateConfig
 from d2l_bert.training.evaluation.masked_models import MaskedModel
 from d2l_bert.training.evaluation.minimal_pairs import (
-    PHENOMENON_OF,
     MinimalPair,
     blimp_results,
     name_of_pairs,

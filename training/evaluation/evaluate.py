@@ -17,6 +17,7 @@ from pyarrow import csv
 
 from d2l_bert import folders, messages
 from d2l_bert.model_cards import card, evaluations, markdown
+from d2l_bert.model_cards.blimp import BLIMP, PHENOMENON_OF
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.records import read_record
 from d2l_bert.tokenization import account, sources, wordpiece
@@ -238,7 +239,7 @@ def evaluation_table(content: dict) -> str:
 def _title_of_pairs(blimp: dict) -> str:
     """The line above the accuracies on minimal pairs."""
     counted = f"{messages.counted(blimp['pairs'], 'pair')} in {blimp['paradigm_count']}"
-    of_all = f" of {len(minimal_pairs.PHENOMENON_OF)}" if blimp["title"] == minimal_pairs.BLIMP else ""
+    of_all = f" of {len(PHENOMENON_OF)}" if blimp["title"] == BLIMP else ""
     paradigms = "paradigm" if blimp["paradigm_count"] == 1 and not of_all else "paradigms"
     return f"{blimp['title']}, score {blimp['score']}: {counted}{of_all} {paradigms}"
 
