@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from d2l_bert.folders import cached
-from d2l_bert.messages import UserError, counted, with_progress
+from d2l_bert.messages import UserError, counted, shortened, with_progress
 from d2l_bert.tokenization.sentences import FEWEST_DOCUMENTS, Source, all_documents, split_sentences
 
 
@@ -52,7 +52,8 @@ def prepare_text(sources: Sequence[Source], language: str, folder: Path) -> Path
 
     def write(partial):
         counts = Counter()
-        documents = with_progress(all_documents(sources), f"reading {', '.join(source.name for source in sources)}")
+        names = shortened(", ".join(source.name for source in sources), 200)
+        documents = with_progress(all_documents(sources), f"reading {names}")
         with pa.ipc.new_file(str(partial / "data.arrow"), _SCHEMA) as writer:
             for batch in _batches(split_sentences(documents, language, counts)):
                 writer.write_batch(batch)
