@@ -324,3 +324,22 @@ def test_any_text_can_be_trained_on_and_has_no_unknown_token_afterwards(texts):
         return
     for text in texts:
         assert tokenizer.unk_token not in tokenizer.tokenize(text.replace("[UNK]", ""))
+
+
+@pytest.mark.parametrize(
+    ("text", "script", "unit"),
+    [
+        ("ᨲᩣ᩠ᩅᨾᩮᩬᩥᨦ", "Tai_Tham", "tokenizer"),
+        ("ｱｲｳｴｵｰ ｶﾞｷﾞ", "Katakana", "tokenizer"),  # half-width
+        ("カード コーヒー", "Katakana", "tokenizer"),
+        ("人々 々々", "Han", "tokenizer"),
+        ("ꦲꦏ꧀ꦱꦫ", "Javanese", "tokenizer"),
+        ("ＡＢＣ ｄｅｆ", "Latin", "white space"),  # full-width
+        ("한국어 글", "Hangul", "white space"),
+        ("e\u0301te\u0301", "Latin", "white space"),
+        ("12 34", "", "white space"),
+    ],
+)
+def test_the_script_of_a_text_is_unicode_s_and_not_guessed_from_names(text, script, unit):
+    contents = contents_of(Counter(text.split()))
+    assert (contents["script"], contents["word_unit"]) == (script, unit)

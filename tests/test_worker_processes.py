@@ -29,6 +29,40 @@ def test_an_exception_in_another_process_is_raised_here():
     traceback.clear_frames(caught.tb)  # frees the loader: ended by the garbage collector, it waits for seconds
 
 
+def raise_runtime_error(_):
+    raise RuntimeError("an error of the function's own")
+
+
+def raise_user_error(_):
+    raise UserError("a.txt: what is wrong; the way out")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_error_of_the_function_is_not_called_a_killed_process_and_keeps_its_traceback(processes):
+    with pytest.raises(RuntimeError, match="an error of the function's own") as caught:
+        list(in_order(raise_runtime_error, [1, 2], processes))
+    assert "raise_runtime_error" in "".join(traceback.format_exception(caught.value))
+    traceback.clear_frames(caught.tb)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_line_for_the_user_comes_from_another_process_as_it_is(processes):
+    with pytest.raises(UserError) as caught:
+        list(in_order(raise_user_error, [1, 2], processes))
+    assert str(caught.value) == "a.txt: what is wrong; the way out"
+    traceback.clear_frames(caught.tb)
+
+
+def kill_itself(_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_is_killed_is_said_in_one_line():
+    with pytest.raises(UserError, match="killed .*lower --preprocessing_num_workers") as caught:
+        list(in_order(kill_itself, [1, 2], 2))
+    traceback.clear_frames(caught.tb)
+
+
 def test_the_items_come_in_order_and_the_run_draws_the_same_random_numbers():
     before = torch.get_rng_state()
     assert list(in_order(slow_when_even, list(range(12)), 2)) == list(range(12))

@@ -145,6 +145,7 @@ def remarks(
     cause = max(causes, key=causes.get)
     digits = facts["entries_with_digits"] / len(tokenizer)
     is_turkish = contents["dotless"] > NOTICEABLE or (language or "").partition("-")[0] in ("tr", "az")
+    script = {"Han": "Chinese"}.get(contents["script"], contents["script"].replace("_", " "))
     lines = {
         f"{unknown:.1%} of the characters stand in [UNK]; {alphabet}": unknown > REMARKED_UNKNOWN,
         f"{account['dropped_marks']:,} marks (accents, vowel signs, tones) are dropped; {strip}": (
@@ -166,7 +167,7 @@ def remarks(
         f"{digits:.0%} of the vocabulary's entries hold digits; --individual_digits true makes every digit a word": (
             digits > REMARKED_DIGITS and not is_given
         ),
-        f"most letters are {contents['script'].capitalize().replace('Cjk', 'Chinese')}, and sentences are split as in "
-        f"English; name the language of the text with --language": contents["script"] != "LATIN" and not language,
+        f"most letters are {script}, and sentences are split as in English; name the language of the text with "
+        f"--language": contents["script"] not in ("", "Latin") and not language,
     }
     return [line for line, holds in lines.items() if holds]

@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from d2l_bert.folders import cache_folder, cached, short_hash
-from d2l_bert.messages import UserError, explained
+from d2l_bert.messages import UserError, explained, shortened
 from d2l_bert.tokenization import prepared_folder, wordpiece
 from d2l_bert.tokenization.account import (
     REMARKED_UNKNOWN,
@@ -33,12 +33,15 @@ from d2l_bert.tokenization.token_store import TokenizedCorpus
 logger = logging.getLogger(__name__)
 
 
+# Characters of the names of a text's sources, of which there may be thousands, in messages and records.
+MOST_NAMES = 200
+
 # The share of `[UNK]` in a text to evaluate on is taken from stretches of about this many characters in all.
 SAMPLED_CHARACTERS = 2_000_000
 
 # Raise TOKENIZER_FORMAT by 1 when the same text with the same options would give another vocabulary, or another
 # account: cached tokenizers are then trained again. `tests/test_formats.py` fails until it is raised.
-TOKENIZER_FORMAT = 4
+TOKENIZER_FORMAT = 5
 
 
 def prepare(run: TextConfig, existing: PreTrainedTokenizerBase | None = None) -> prepared_folder.PreparedText:
@@ -201,9 +204,12 @@ def open_sources(
         dataset_source(*dataset_and_config(name), split, streaming=run.streaming, options=options, **both)
         for name in datasets
     ]
-    identities = [source.identity for source in sources]
-    if twice := [source.name for source in sources if identities.count(source.identity) > 1]:
-        raise UserError(f"{twice[0]} is given twice; give it once")
+    seen = set()
+    for source in sources:
+        identity = short_hash(source.identity)
+        if identity in seen:
+            raise UserError(f"{shortened(source.name, 200)} is given twice; give it once")
+        seen.add(identity)
     return sources
 
 
@@ -216,8 +222,10 @@ def read_sources(sources: Sequence[Source], language: str | None) -> tuple[str, 
     Args:
         language: the option.
     """
-    name = ", ".join(source.name for source in sources)
+    name = shortened(", ".join(source.name for source in sources), MOST_NAMES)
     store = TextStore(prepare_text(sources, language or "en", cache_folder()))
+    if linked := sum(source.linked for source in sources):
+        store.reading["files behind links out of their folder"] = linked
     logger.info(f"{name}: {'; '.join(f'{what}: {count:,}' for what, count in store.reading.items())}")
     return name, store
 

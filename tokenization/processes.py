@@ -1,12 +1,14 @@
 """`in_order`: `map` on several processes, which keeps the order of the items."""
 
+import contextlib
 import multiprocessing.connection
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from d2l_bert.messages import explained
+from d2l_bert.messages import UserError
 
 
 def in_order(function: Callable, items: Sequence, processes: int) -> Iterator:
@@ -24,21 +26,46 @@ def in_order(function: Callable, items: Sequence, processes: int) -> Iterator:
     """
     import torch.utils.data
 
-    with explained(
-        f"one of {processes} processes was killed or cannot be started",
-        "perhaps memory ran out: lower --preprocessing_num_workers",
-        RuntimeError,
-        BlockingIOError,
-    ):
-        # A generator of its own: a seed for the processes is drawn from it, not from the run's random numbers.
-        yield from torch.utils.data.DataLoader(
-            items,
-            batch_size=None,
-            collate_fn=function,
-            num_workers=processes if processes > 1 else 0,
-            worker_init_fn=start_worker,
-            generator=torch.Generator(),
-        )
+    # A generator of its own: a seed for the processes is drawn from it, not from the run's random numbers.
+    loader = torch.utils.data.DataLoader(
+        items,
+        batch_size=None,
+        collate_fn=function,
+        num_workers=processes if processes > 1 else 0,
+        worker_init_fn=start_worker,
+        generator=torch.Generator(),
+    )
+    try:
+        with errors_of_workers():
+            yield from loader
+    except (RuntimeError, BlockingIOError) as error:
+        # PyTorch says of its processes that one "exited unexpectedly" or "is killed by signal", and Python of a system
+        # without another process or thread that it "can't start" one. Other errors are of the function.
+        if isinstance(error, RuntimeError) and not re.search(_ENDED, str(error)):
+            raise
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"one of {processes} processes was killed or cannot be started ({reason:.300}); perhaps memory ran out: "
+            f"lower --preprocessing_num_workers"
+        ) from None
+
+
+_ENDED = r"DataLoader worker \(pid.* (exited unexpectedly|is killed by signal)|can't start new (thread|process)"
+
+
+@contextlib.contextmanager
+def errors_of_workers() -> Iterator[None]:
+    """
+    Give a `UserError` that a worker process of a `DataLoader` raises as it was raised there, in one line: PyTorch
+    raises it again with the traceback of the process in its message. Others keep that traceback.
+    """
+    try:
+        yield
+    except UserError as error:
+        _, is_from_worker, line = str(error).rpartition("\nd2l_bert.messages.UserError: ")
+        if not is_from_worker:
+            raise
+        raise UserError(line.strip()) from None
 
 
 def start_worker(_, ignored: Sequence[int] = (signal.SIGINT,)) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import regex
 from tokenizers import Regex, normalizers, pre_tokenizers
 
 from d2l_bert.messages import UserError
@@ -21,8 +22,21 @@ LONGEST_WORD = 100
 # Smaller shares, of the letters, the words or the characters, change no rule: one stray emoji decides nothing.
 NOTICEABLE = 0.001
 
-# Scripts that write no space between words, as `unicodedata.name` begins.
-SPACELESS = {"CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "JAVANESE"}
+# The scripts in use today, by Unicode's names (UAX #31, tables 5 and 7).
+SCRIPTS = (
+    "Adlam Arabic Armenian Balinese Bamum Batak Bengali Bopomofo Canadian_Aboriginal Chakma Cham Cherokee Cyrillic "
+    "Devanagari Ethiopic Georgian Greek Gujarati Gurmukhi Han Hangul Hanifi_Rohingya Hebrew Hiragana Javanese Kannada "
+    "Katakana Kayah_Li Khmer Lao Latin Lepcha Limbu Lisu Malayalam Mandaic Meetei_Mayek Miao Mongolian Myanmar Newa "
+    "New_Tai_Lue Nko Nyiakeng_Puachue_Hmong Ol_Chiki Oriya Osage Saurashtra Sinhala Sundanese Syloti_Nagri Syriac "
+    "Tai_Le Tai_Tham Tai_Viet Tamil Telugu Thaana Thai Tibetan Tifinagh Vai Wancho Yi"
+).split()
+
+# Those that write no space between words: Chinese and Japanese, those whose lines break where a dictionary says (UAX
+# #14, class SA), Tibetan, Javanese and Balinese.
+SPACELESS = {
+    *("Han", "Hiragana", "Katakana", "Thai", "Lao", "Khmer", "Myanmar", "Tai_Le", "New_Tai_Lue", "Tai_Tham"),
+    *("Tai_Viet", "Tibetan", "Javanese", "Balinese"),
+}
 
 # Of the characters of a text, in `SPACELESS` scripts or in words over `LONGEST_WORD`: with more, white space does not
 # say what a word is.
@@ -168,12 +182,10 @@ def contents_of(words: Counter) -> dict:
         `mixed_forms`: words in the rarer of the normal forms NFC and NFD, of those that differ in them.
         `mixed_case`: words with a capital letter inside, beside small ones.
         `dotless`: Turkish dotless and dotted letters i, beside all letters.
-        `script`: the commonest script of the letters, as `unicodedata.name` begins: LATIN, GREEK, CJK.
+        `script`: the commonest of the letters' `SCRIPTS`; "" if they are of no such.
     """
-    characters, scripts = count_characters(words), Counter()
-    for character, count in characters.items():
-        if unicodedata.category(character)[0] in "LM":
-            scripts[unicodedata.name(character, "?").split(maxsplit=1)[0]] += count
+    characters = count_characters(words)
+    scripts = count_scripts(characters)
     letters = sum(count for character, count in characters.items() if character.isalpha()) or 1
     in_all, all_characters = sum(words.values()) or 1, sum(characters.values()) or 1
     rare = [word for word in words if not word.isascii()]
@@ -203,8 +215,21 @@ def contents_of(words: Counter) -> dict:
             / max(sum(count for _, count in runs), 1)
         ),
         "dotless": sum(characters.get(character, 0) for character in "ıİ") / letters,
-        "script": scripts.most_common(1)[0][0] if scripts else "LATIN",
+        "script": scripts.most_common(1)[0][0] if scripts else "",
     }
+
+
+def count_scripts(characters: dict[str, int]) -> Counter:
+    """How many letters and marks are of each of the `SCRIPTS`, from the number of each character."""
+    letters = "".join(character for character in characters if unicodedata.category(character)[0] in "LM")
+    scripts = Counter()
+    # A character that several scripts share, as the long vowel sign of Hiragana and Katakana, counts for the first.
+    for relation, script in itertools.product(("Script", "Script_Extensions"), SCRIPTS):
+        found = regex.findall(rf"\p{{{relation}={script}}}", letters)
+        if found:
+            scripts[script] = sum(characters[character] for character in found)
+            letters = letters.translate(dict.fromkeys(map(ord, found)))
+    return scripts
 
 
 _RUN = re.compile(r"[^\W_]+")  # letters and digits

@@ -150,6 +150,7 @@ class Source:
         counts: increased while the documents are read: "rows without text" of tables and datasets, "files without
             text", and how the others were read (`Division`).
         is_on_hub: whether the source is a dataset on the Hub.
+        linked: how many files of a folder lie outside of it, behind links.
     """
 
     name: str
@@ -157,6 +158,7 @@ class Source:
     documents: Iterator[Document]
     counts: Counter
     is_on_hub: bool = False
+    linked: int = 0
 
 
 def all_documents(sources: Sequence[Source]) -> Iterator[Document]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import heapq
 import itertools
 import json
 import logging
@@ -70,10 +71,10 @@ def file_source(
         identity = [PYTHON_DOCS, platform.python_version(), versions, max_documents]
         return Source(PYTHON_DOCS, identity, itertools.islice(python_docs(processes), max_documents), counts)
     with explained(f"{shortened(str(path), 200)}: cannot be read", "allow reading it, or leave it out", OSError):
-        files = text_files(path)
+        files, linked = text_files(path)
     identity = [[[file.name, content_hash(file)] for file in files], text_column, max_documents, documents, separator]
     found = itertools.islice(_of_files(files, text_column, documents, counts, separator), max_documents)
-    return Source(base_name(path), identity, found, counts)
+    return Source(base_name(path), identity, found, counts, linked=linked)
 
 
 def _of_files(files, text_column, documents, counts, separator):
@@ -89,13 +90,18 @@ def _of_files(files, text_column, documents, counts, separator):
         yield from itertools.chain(first, found)
 
 
-def text_files(path: str | Path) -> list[Path]:
+def text_files(path: str | Path) -> tuple[list[Path], int]:
     """
-    The text files and tables in a folder and its subfolders, sorted; for the path of a file, this file.
+    The text files and tables in a folder and its subfolders; for the path of a file, this file.
 
     Of a folder, files with the suffixes `READ_SUFFIXES` and text files without a suffix are taken, packed or not.
-    Hidden files and folders are skipped. A file that several links lead to is taken once. What else is left out is
-    logged in one line.
+    Hidden files and folders are skipped. Links are followed, also those out of the folder, as texts are often
+    collected by links. A file that several paths lead to is taken once. What is left out, and how many files lie
+    outside, is logged in one line.
+
+    Returns:
+        The files, sorted by the names of their folders and their own, the same on every machine; how many of them lie
+        outside of the folder.
 
     Raises:
         UserError: the path does not exist, is a `.json` file, or is neither a file nor a folder; or the folder has no
@@ -103,31 +109,43 @@ def text_files(path: str | Path) -> list[Path]:
         OSError: the file system refuses to say.
     """
     path = Path(path)
+    shown = shortened(str(path), 200)
     if path.is_file() and tables.file_kind(path) != "json":
-        return [path]
+        return [path], 0
     if not path.is_dir():
-        raise UserError(
-            f"{path}: no text; give texts of JSON as lines of JSON (.jsonl)"
-            if path.exists()
-            else f"{path}: there is no such file or folder; give one, or {PYTHON_DOCS}"
-        )
+        tables.refuse_pipe(path, shown, "write its text to a file, and give that")
+        if path.exists():
+            raise UserError(f"{shown}: no text; give texts of JSON as lines of JSON (.jsonl)")
+        if str(path) == STDIN:
+            raise UserError(f"{STDIN}: the standard input is not read here; write its text to a file, and give that")
+        raise UserError(f"{shown}: there is no such file or folder; give one, or {PYTHON_DOCS}")
     taken, left_out = {}, {}
-    for file in sorted(_files_below(path, set()), key=lambda file: (file.is_symlink(), file)):
+    for file, real in _files_below(path):
         suffix = tables.suffix_unpacked(file)
-        if suffix in READ_SUFFIXES or not (suffix or _is_binary(file)):
-            taken.setdefault(os.path.realpath(file), file)
+        if file.exists() and not file.is_file():
+            left_out.setdefault("pipes and devices", []).append(0)
+        elif suffix in READ_SUFFIXES or not (suffix or _is_binary(file)):
+            taken.setdefault(real, file)
         else:
             left_out.setdefault(suffix or "binary without a suffix", []).append(file.lstat().st_size)
     parts = (f"{kind}: {counted(len(sizes), 'file')}, {sum(sizes):,} bytes" for kind, sizes in left_out.items())
     said = shortened("; ".join(parts), 1000)
     if not taken:
         raise UserError(
-            f"{path}: no text file in this folder{said and f' ({said})'}; give a folder with files of these kinds: "
+            f"{shown}: no text file in this folder{said and f' ({said})'}; give a folder with files of these kinds: "
             f"{', '.join(READ_SUFFIXES)} or without a suffix, also packed as {' or '.join(tables.PACKED_SUFFIXES)}"
         )
+    home = os.path.realpath(path)
+    outside = [real for real in taken if not real.is_relative_to(home)]
+    lines = []
+    if outside:
+        first = f"{taken[outside[0]].relative_to(path)} -> {outside[0]}"
+        lines.append(f"{counted(len(outside), 'file')} behind links out of this folder, such as {first}")
     if said:
-        logger.info(f"{path}: left out: {said}")
-    return sorted(taken.values())
+        lines.append(f"left out: {said}")
+    if lines:
+        logger.info(f"{shown}: {'; '.join(lines)}")
+    return sorted(taken.values(), key=lambda file: file.parts), len(outside)
 
 
 def _is_binary(file):
@@ -141,20 +159,48 @@ def _is_binary(file):
     return True
 
 
-def _files_below(folder, seen):
-    """All files in a folder and its subfolders but hidden ones. Links to folders are followed, each folder once."""
-    seen.add(os.path.realpath(folder))
-    # A prepared folder, also without its record, or a model, whose vocabulary and card are no text.
+def _files_below(folder):
+    """
+    All files in a folder and its subfolders but hidden ones, each with its path without links, those that are no links
+    first, each sorted by their names.
+
+    Links to folders are followed, each folder once: after all folders that need no link, so that the path of a file
+    follows from the names alone. The folders to be read are in a list: they may be nested in any depth.
+    """
+    plain, linked, seen = [], [], set()
+    waiting, links = [(folder, Path(os.path.realpath(folder)))], []  # the links are a heap
+    while waiting or links:
+        if not waiting:
+            link = Path(*heapq.heappop(links))
+            waiting.append((link, Path(os.path.realpath(link))))
+        folder, real = waiting.pop()
+        if real in seen:
+            continue
+        seen.add(real)
+        _refuse_prepared(folder)
+        for path in folder.iterdir():
+            if path.name.startswith("."):
+                continue
+            is_link, is_folder = path.is_symlink(), path.is_dir()
+            if is_link and is_folder:
+                heapq.heappush(links, path.parts)
+            elif is_folder:
+                waiting.append((path, real / path.name))
+            elif is_link:
+                linked.append((path, Path(os.path.realpath(path))))
+            else:
+                plain.append((path, real / path.name))
+    yield from sorted(plain, key=lambda found: found[0].parts)
+    yield from sorted(linked, key=lambda found: found[0].parts)
+
+
+def _refuse_prepared(folder):
+    """Refuse a prepared folder, also without its record, or a model, whose vocabulary and card are no text."""
     if any((folder / name).exists() for name in (PREPARED_FILE, "hashes.bin", "tokenizer_config.json")):
         raise UserError(
-            f"{folder}: a prepared folder or a model, where text is wanted; take it out, or give text alone (pretrain "
-            f"takes prepared folders, each with its {PREPARED_FILE}, and none beside text)"
+            f"{shortened(str(folder), 200)}: a prepared folder or a model, where text is wanted; take it out, or give "
+            f"text alone (pretrain takes prepared folders, each with its {PREPARED_FILE}, and none beside text)"
         )
-    for path in (path for path in folder.iterdir() if not path.name.startswith(".")):
-        if not path.is_dir():
-            yield path
-        elif os.path.realpath(path) not in seen:
-            yield from _files_below(path, seen)
 
 
 def text_documents(file: Path, counts: Counter, documents: str = "auto") -> Iterator[Document]:
@@ -168,7 +214,7 @@ def text_documents(file: Path, counts: Counter, documents: str = "auto") -> Iter
     Raises:
         UserError: as in `decoded`.
     """
-    lines = decoded(file)
+    lines = decoded(file, in_pieces=True)
     first = _beginning(lines)
     division = find_division(first, documents)
     for number, paragraphs in enumerate(divided(itertools.chain(first, lines), division, READ_CHARACTERS)):
@@ -181,18 +227,20 @@ def _beginning(texts):
     return next(grouped(texts, lambda text: 1 + len(text), READ_CHARACTERS), [])
 
 
-def decoded(file: Path, stdin: BinaryIO | None = None) -> Iterator[str]:
+def decoded(file: Path, stdin: BinaryIO | None = None, in_pieces: bool = False) -> Iterator[str]:
     """
     The lines of a text file, without the characters at their ends, as `tables.lines_of` reads them.
 
     Args:
         stdin: read this stream instead of the file, whose name then only serves for messages.
+        in_pieces: give a line of more than `tables.LONGEST_LINE_PIECE` characters in pieces.
 
     Raises:
-        UserError: the file cannot be read, is cut short, is binary, or has another encoding.
+        UserError: the file cannot be read, is cut short, is binary, has another encoding, or a line is too long.
     """
+    longest = tables.LONGEST_LINE_PIECE if in_pieces else tables.LONGEST_LINE
     with explained(f"{file}: cannot be read", "repair it, or leave it out", OSError), explained(file, "", ValueError):
-        for line in tables.lines_of(file, stdin):
+        for line in tables.lines_of(file, stdin, longest, in_pieces):
             yield line.rstrip("\r\n")
 
 
@@ -205,7 +253,7 @@ def lines_and_cells(file: str, text_column: str = "text", separator: str = "auto
 
     Args:
         file: a text file as in `decoded`, or a table; `-` for text on the standard input. The file may be
-            larger than the memory, a line may not.
+            larger than the memory; a line may have `tables.LONGEST_LINE` characters.
         text_column: the column of text in a table, and in the cells of other lines.
         separator: between the cells of a CSV file, as in `tables.table_rows`.
 
@@ -214,6 +262,8 @@ def lines_and_cells(file: str, text_column: str = "text", separator: str = "auto
             read, is damaged or is not text, or has no such column.
     """
     path = Path(file)
+    if file != STDIN:
+        tables.refuse_pipe(path, file, f"give a file, or {STDIN} and pipe the text into the command")
     kind = "text" if file == STDIN else tables.file_kind(path) if path.is_file() else None
     if kind in (None, "json"):
         raise UserError(

@@ -3,11 +3,13 @@
 import codecs
 import contextlib
 import csv
+import functools
 import io
 import json
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -15,7 +17,7 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet
 
-from d2l_bert.messages import READ_ERRORS, UserError, explained
+from d2l_bert.messages import READ_ERRORS, UserError, explained, shortened
 
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,18 @@ BYTE_ORDER_MARKS = {
 
 BEGINNING = 1 << 22  # bytes that show what the lines of a file are
 LONGEST_CELL = 1 << 26  # characters; a quote that is not closed makes the rest of a CSV file one cell
+
+# The most characters of a line that are in memory at once: a packed file of a megabyte may hold a line of a gigabyte.
+# A longer line that is a row of a table, or a text by itself, is refused; a longer line of a text is read in pieces.
+LONGEST_LINE = LONGEST_CELL
+LONGEST_LINE_PIECE = 1 << 22
+
+# A piece of a line ends behind a space, if there is one among so many characters at its end.
+SPACE_WITHIN = 1000
+
+# The most columns of rows that name their own, as lines of JSON do. Each row is written with all columns, so that a
+# small file of rows with a column each would become a very large one.
+MOST_COLUMNS = 4096
 OBJECT_LINE = re.compile(rb'\s*\{\s*"[^"]*"\s*:(.*\}\s*|.{1000000,})')  # a long one may be cut off
 # An escape; the group is half a surrogate pair, which no encoding has. What else begins with a backslash is skipped.
 HALF_CHARACTER = re.compile(r"\\[^u]|\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F]..)")
@@ -84,27 +98,64 @@ def open_unpacked(file: Path) -> pa.NativeFile:
     return pa.input_stream(pa.OSFile(os.fsencode(file)), compression=next(packed, None))
 
 
-def lines_of(file: Path, stdin: BinaryIO | None = None) -> Iterator[str]:
+def refuse_pipe(path: str | Path, what: str, way_out: str) -> None:
+    """
+    Refuse a pipe or a device in place of a file. It can be read only once, and files are read twice: first to see what
+    they are. A pipe also waits for whoever writes to it, and a device such as /dev/zero never ends.
+
+    Args:
+        what: what names the path, for the message.
+        way_out: what to give instead.
+
+    Raises:
+        UserError: the path is such.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UserError(f"{what}: is a pipe or a device, and not a file that can be read twice; {way_out}")
+
+
+def lines_of(
+    file: Path, stdin: BinaryIO | None = None, longest: int = LONGEST_LINE, in_pieces: bool = False
+) -> Iterator[str]:
     """
     The lines of a text file with their ends (`LINE_END`): UTF-8, or what a byte order mark says.
 
     Args:
         file: opened as `open_unpacked`.
         stdin: read this stream instead of the file.
+        longest: the most characters of a line, which bounds the memory.
+        in_pieces: give a longer line in pieces, of which only the last has an end, instead of refusing it.
 
     Raises:
         UserError, OSError: as in `open_unpacked`.
-        ValueError: the file is binary, or has another encoding; the message says in which line and what to do.
+        ValueError: the file is binary, or has another encoding, or a longer line; the message says in which line and
+            what to do.
     """
     opened, number = io.BufferedReader(open_unpacked(file) if stdin is None else stdin, 1 << 20), 0
     beginning = opened.peek(4)
     encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if beginning.startswith(mark)), "utf-8-sig")
     with io.TextIOWrapper(opened, encoding, newline="") as text:
         try:
-            for number, line in enumerate(text, 1):
+            before = ""  # the end of the last piece, which begins with the last word
+            for line in iter(functools.partial(text.readline, longest), ""):
                 if "\0" in line:
-                    raise ValueError(f"line {number:,}: holds NUL, as binary files do; leave it out, or write UTF-8")
-                yield line
+                    raise ValueError(
+                        f"line {number + 1:,}: holds NUL, as binary files do; leave it out, or write UTF-8"
+                    )
+                if len(line) < longest or line[-1] in "\r\n":
+                    number += 1
+                    yield before + line
+                    before = ""
+                elif in_pieces:
+                    line = before + line
+                    end = line.rfind(" ", len(line) - SPACE_WITHIN) + 1 or len(line)
+                    before = line[end:]
+                    yield line[:end]
+                else:
+                    raise ValueError(f"line {number + 1:,}: has more than {longest:,} characters; divide it")
+            if before:
+                yield before
         except UnicodeDecodeError as error:  # its bytes follow the lines that are read
             number += 1 + len(LINE_END.findall(str(error.object[: error.start], error.encoding)))
             is_damaged = error.encoding != "utf-8" or bytes(1) in error.object
@@ -241,7 +292,7 @@ def table_rows(file: Path, column: str | None = None, separator: str = "auto") -
         "cannot be read", "repair the file, or leave it out", OSError, UnicodeDecodeError, pa.ArrowException
     ):
         if kind == "jsonl":
-            yield from _json_rows(file)
+            yield from few_columns(_json_rows(file))
         elif kind != "parquet":
             yield from _cell_rows(file, column, separator, kind == "tsv")
         elif file.stat().st_size:
@@ -253,13 +304,29 @@ def table_rows(file: Path, column: str | None = None, separator: str = "auto") -
                 yield from ((f"row {number:,}", row) for number, row in enumerate(rows, 1))
 
 
+def few_columns(rows: Iterable[tuple[str, dict]]) -> Iterator[tuple[str, dict]]:
+    """The rows, given with their places. Raises `ValueError` once they have more than `MOST_COLUMNS` columns."""
+    seen = set()
+    for place, row in rows:
+        if not row.keys() <= seen:
+            seen |= row.keys()
+            if len(seen) > MOST_COLUMNS:
+                raise ValueError(
+                    f"{place}: the rows up to here have more than {MOST_COLUMNS:,} different columns; give all rows "
+                    f"the same ones"
+                )
+        yield place, row
+
+
 def _check_columns(names, column):
     """Refuse names without the column, and a column that stands twice. No name, no row: then nothing is missing."""
+    times = Counter(names)
     for name in filter(None, names):
-        if column in (None, name) and names.count(name) > 1:
-            raise ValueError(f"two columns have the name {name!r}; rename one")
+        if column in (None, name) and times[name] > 1:
+            raise ValueError(f"two columns have the name {shortened(repr(name), 100)}; rename one")
     if names and column not in (None, *names):
-        raise ValueError(f"no column {column!r}; it has {', '.join(map(repr, names))}: name one with --text_column")
+        known = shortened(", ".join(map(repr, names)), 500)
+        raise ValueError(f"no column {column!r}; it has {known}: name one with --text_column")
 
 
 def _json_rows(file):

@@ -16,13 +16,13 @@ import numpy as np
 import pyarrow as pa
 
 from d2l_bert.folders import cached
-from d2l_bert.messages import UserError, counted, with_progress
+from d2l_bert.messages import UserError, counted, shortened, with_progress
 from d2l_bert.tokenization.sentences import FEWEST_DOCUMENTS, Source, all_documents, split_sentences
 
 
 # Raise TEXT_FORMAT by 1 when the same sources with the same options would give other sentences, blocks or hashes: text
 # stores that older versions cached are then written again. `tests/test_formats.py` fails until it is raised.
-TEXT_FORMAT = 8
+TEXT_FORMAT = 9
 
 # A tokenizer is trained on an even sample of the text with at most this many characters, which bounds memory and time.
 # 50 million characters (some 9 million words) settle the order of the 30,000 most frequent pieces.
@@ -52,7 +52,8 @@ def prepare_text(sources: Sequence[Source], language: str, folder: Path) -> Path
 
     def write(partial):
         counts = Counter()
-        documents = with_progress(all_documents(sources), f"reading {', '.join(source.name for source in sources)}")
+        names = shortened(", ".join(source.name for source in sources), 200)
+        documents = with_progress(all_documents(sources), f"reading {names}")
         with pa.ipc.new_file(str(partial / "data.arrow"), _SCHEMA) as writer:
             for batch in _batches(split_sentences(documents, language, counts)):
                 writer.write_batch(batch)

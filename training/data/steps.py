@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from d2l_bert.messages import GO_ON, UserError
-from d2l_bert.tokenization.processes import start_worker
+from d2l_bert.tokenization.processes import errors_of_workers, start_worker
 from d2l_bert.training.data import batches
 from d2l_bert.training.data.batches import ALONE, BatchMaker, Ranks
 from d2l_bert.training.data.order import MOST_EMPTY_WINDOWS, START, EpochPairs
@@ -174,10 +174,11 @@ def load(
 
     def work():
         try:
-            for step in _made(steps, start, cursor, num_workers, workers):
-                ahead.put(step)
-                if is_closed.is_set():
-                    return
+            with errors_of_workers():
+                for step in _made(steps, start, cursor, num_workers, workers):
+                    ahead.put(step)
+                    if is_closed.is_set():
+                        return
             ahead.put(None)
         except BaseException as error:
             ahead.put(error)

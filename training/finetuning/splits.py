@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation", "test")
 
+LONGEST_DOCUMENT = 1 << 30  # characters in a line of a document of JSON, which may be the whole
+
 # The share of the training rows that is held out where there are no validation rows and no `validation_share`.
 HELD_OUT = 0.1
 
@@ -91,12 +93,11 @@ def read_file(path: str, option: str, separator: str = "auto", text_column: str 
         UserError: the file does not exist, cannot be read, is damaged, has another form, or has no rows.
     """
     file, label = Path(path), f"{option} {folders.base_name(path)}"
-    refuse_first(
-        {
-            f"{option} {path}: is a folder; give one of its files, or the folder with --dataset": file.is_dir(),
-            f"{option} {path}: no such file; give a table, or a text in each line": not file.is_file(),
-        }
-    )
+    tables.refuse_pipe(path, f"{option} {path}", "write its rows to a file, and give that")
+    if file.is_dir():
+        raise UserError(f"{option} {path}: is a folder; give one of its files, or the folder with --dataset")
+    if not file.is_file():
+        raise UserError(f"{option} {path}: no such file; give a table, or a text in each line")
     kind = tables.file_kind(file)
     if kind in tables.TABLE_KINDS:
         with explained(label, "", *READ_ERRORS):
@@ -104,16 +105,19 @@ def read_file(path: str, option: str, separator: str = "auto", text_column: str 
     else:
         way_out = "repair the file; .json is a list of objects, or SQuAD's form"
         with explained(f"{label}: cannot be read", way_out, *READ_ERRORS, TypeError, RecursionError):
-            lines = [line.rstrip("\r\n") for line in tables.lines_of(file)]
+            longest = LONGEST_DOCUMENT if kind == "json" else tables.LONGEST_LINE
+            lines = [line.rstrip("\r\n") for line in tables.lines_of(file, longest=longest)]
             if tables.suffix_unpacked(file) in (".conll", ".conllu"):
                 rows = list(_conll_rows(lines, label))
             elif kind == "json":
-                rows = [(f"row {number:,}", row) for number, row in enumerate(_json_rows("\n".join(lines)), 1)]
+                numbered = enumerate(_json_rows("\n".join(lines)), 1)
+                rows = list(tables.few_columns((f"row {number:,}", row) for number, row in numbered))
             else:
                 rows = [
                     (f"line {number:,}", {text_column: line}) for number, line in enumerate(lines, 1) if line.strip()
                 ]
-    refuse_first({f"{label}: has no rows; give a file with rows": not rows})
+    if not rows:
+        raise UserError(f"{label}: has no rows; give a file with rows")
     return Split(
         label=label,
         name=folders.base_name(path),

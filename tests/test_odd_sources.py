@@ -1,0 +1,188 @@
+"""Texts that nobody expects: pipes, devices, links, depth, lines without an end, thousands of files."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from promises.driving import PEOPLE
+from text_sources import lines_of, texts, write_files
+
+from d2l_bert.messages import UserError
+from d2l_bert.tokenization import tables
+from d2l_bert.tokenization.config import TextConfig
+from d2l_bert.tokenization.prepare import open_sources, prepare
+from d2l_bert.tokenization.sources import file_source
+from d2l_bert.training.finetuning.splits import read_file
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a folder holds
+
+
+def test_pipes_and_devices_in_a_folder_are_left_out_and_said(tmp_path, caplog):
+    write_files(tmp_path, {"a.txt": "Text."})
+    os.mkfifo(tmp_path / "b.txt")
+    os.mkfifo(tmp_path / "README")
+    (tmp_path / "c.txt").symlink_to("/dev/zero")
+    (tmp_path / "d").symlink_to("/dev/stdin")
+    with caplog.at_level("INFO", "d2l_bert"):
+        assert texts(file_source(tmp_path)) == [["Text."]]
+    assert "pipes and devices: 4 files" in caplog.text
+
+
+def test_files_behind_links_out_of_a_folder_are_read_said_and_counted(tmp_path, caplog):
+    folder = tmp_path / "texts"
+    secret = {f"secret-{number}.txt": f"{name} went away. He came back." for number, name in enumerate(PEOPLE)}
+    write_files(tmp_path, {"texts/a.txt": "Inside.", "texts/b.txt": "Too.", **secret})
+    (folder / "c.txt").symlink_to("b.txt")
+    for name in secret:
+        (folder / name).symlink_to(tmp_path / name)
+    with caplog.at_level("INFO", "d2l_bert"):
+        prepared = prepare(TextConfig(corpus=[str(folder)]))
+    assert f"{len(PEOPLE)} files behind links out of this folder, such as secret-0.txt -> {tmp_path}" in caplog.text
+    assert prepared.reading["files behind links out of their folder"] == len(PEOPLE)
+    assert prepared.counts()["reading"] == prepared.reading
+
+
+def test_the_order_of_files_and_the_paths_behind_links_follow_from_names_and_not_from_the_disk(tmp_path, monkeypatch):
+    """The same folder, listed in two orders."""
+    write_files(tmp_path, {"far/one.txt": "1", "far/sub/two.txt": "2", "t/b/x.txt": "3", "t/b-c/y.txt": "4"})
+    for name, target in {"t/z": "../far", "t/a": "../far/sub", "t/m": "b", "t/w.txt": "b/x.txt"}.items():
+        (tmp_path / name).symlink_to(target)
+    identities = []
+    listed = type(tmp_path).iterdir
+    for is_reversed in (False, True):
+        monkeypatch.setattr(
+            type(tmp_path), "iterdir", lambda path, order=is_reversed: iter(sorted(listed(path), reverse=order))
+        )
+        source = file_source(tmp_path / "t")
+        identities.append((source.identity, texts(source)))
+    assert identities[0] == identities[1] and sorted(identities[0][1]) == [["1"], ["2"], ["3"], ["4"]]
+
+
+def test_folders_may_be_nested_in_any_depth(tmp_path):
+    before = os.getcwd()
+    os.chdir(tmp_path)
+    try:
+        for _ in range(1200):
+            os.mkdir("d")
+            os.chdir("d")
+        with open("a.txt", "w") as file:
+            file.write("Deep.")
+    finally:
+        os.chdir(before)
+    try:
+        assert texts(file_source(tmp_path)) == [["Deep."]]
+    finally:
+        subprocess.run(["rm", "-rf", tmp_path / "d"], check=True)  # pytest's own cleaning is recursive
+
+
+def test_thousands_of_sources_are_opened_at_once_and_their_names_are_short(tmp_path, capsys, shown):
+    contents = {f"{number:05d}.txt": f"{PEOPLE[number % len(PEOPLE)]} came {number} times." for number in range(3000)}
+    names = [str(path) for path in sorted(write_files(tmp_path, contents).iterdir())]
+    start = time.monotonic()
+    sources = open_sources(names, [], "train", TextConfig(), None)
+    assert len(sources) == 3000 and time.monotonic() - start < 10
+    with pytest.raises(UserError, match="00000.txt is given twice"):
+        open_sources([*names, names[0]], [], "train", TextConfig(), None)
+    prepared = prepare(TextConfig(corpus=names[:300], vocab_size=100))
+    assert max(map(len, capsys.readouterr().err.splitlines())) < 700 and len(prepared.corpus_name) <= 200
+    assert prepared.train.source_ends[-1] == len(prepared.train) and len(prepared.train.source_ends) == 300
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipes by name
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "prepare --corpus PIPE --output_dir out",
+        "pretrain --corpus PIPE --output_dir out",
+        "prepare --corpus /dev/zero --output_dir out",
+    ],
+)
+def test_a_pipe_that_is_named_is_refused_as_a_pipe_and_not_waited_for(command, tmp_path, monkeypatch, fails):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe.txt")
+    assert "is a pipe or a device" in fails(*command.replace("PIPE", "pipe.txt").split())
+
+
+def test_a_pipe_is_no_table_and_its_lines_are_read_from_the_standard_input(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(UserError, match="train_file .*pipe or a device"):
+        read_file(str(tmp_path / "pipe.txt"), "train_file")
+    with pytest.raises(UserError, match="pipe or a device.*give a file, or - "):
+        lines_of(str(tmp_path / "pipe.txt"))
+
+
+def test_the_standard_input_is_no_corpus_and_this_is_said(tmp_path, fails):
+    assert "standard input is not read here" in fails("prepare", "--corpus=-", "--output_dir", tmp_path / "out")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lines without an end
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz"])
+def test_a_line_of_any_length_is_read_in_pieces_that_end_between_words(suffix, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "LONGEST_LINE_PIECE", 1000)
+    line = " ".join(f"word{number}" for number in range(2000))
+    text = f"First line.\n{line}\nLast line.\n".encode()
+    (tmp_path / f"a{suffix}").write_bytes(gzip.compress(text) if suffix.endswith("gz") else text)
+    ((*paragraphs,),) = texts(file_source(tmp_path / f"a{suffix}"))
+    assert " ".join(paragraphs).split() == text.decode().split()
+
+
+def test_a_row_of_any_length_is_refused_with_its_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(tables.lines_of, "__defaults__", (None, 1000, False))
+    row = json.dumps({"text": "x" * 2000})
+    write_files(tmp_path, {"a.jsonl": f'{{"text": "a"}}\n{row}\n', "a.csv": f"text\na\n{'x' * 2000}\n"})
+    write_files(tmp_path, {"a.txt": "a\n" + "x" * 2000})
+    for name, number in (("a.jsonl", 2), ("a.csv", 3), ("a.txt", 2)):
+        with pytest.raises(UserError, match=f"line {number}: has more than 1,000 characters"):
+            lines_of(str(tmp_path / name))
+
+
+@pytest.mark.slow
+def test_a_packed_line_of_half_a_gigabyte_takes_little_memory(tmp_path):
+    with gzip.open(tmp_path / "a.txt.gz", "wb", compresslevel=1) as file:
+        for _ in range(512):
+            file.write(b"." * (1 << 20))
+    code = (
+        "import sys; from d2l_bert.tokenization.sources import file_source\n"
+        "print(sum(len(p) for d in file_source(sys.argv[1]).documents for p in d.paragraphs))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, tmp_path / "a.txt.gz"], stdout=subprocess.PIPE)
+    assert int(process.stdout.read()) == 1 << 29
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0 and usage.ru_maxrss < 900_000  # KiB, most of them for the libraries
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Columns without an end
+
+
+def test_rows_with_a_column_each_are_refused_before_they_multiply(tmp_path):
+    rows = "".join(json.dumps({"text": "a", f"k{number}": number}) + "\n" for number in range(5000))
+    write_files(tmp_path, {"a.jsonl": rows, "a.json": json.dumps([json.loads(row) for row in rows.splitlines()])})
+    with pytest.raises(UserError, match="line 4,096: .* 4,096 different columns"):
+        lines_of(str(tmp_path / "a.jsonl"))
+    for name in ("a.jsonl", "a.json"):
+        with pytest.raises(UserError, match="different columns"):
+            read_file(str(tmp_path / name), "train_file")
+
+
+def test_a_header_of_many_columns_is_read_in_a_moment(tmp_path):
+    names = [f"c{number}" for number in range(30_000)]
+    write_files(tmp_path, {"a.csv": ",".join(["text", *names]) + "\n" + ",".join(["a"] * 30_001) + "\n"})
+    start = time.monotonic()
+    assert lines_of(str(tmp_path / "a.csv")) == ["a"]
+    with pytest.raises(UserError) as refusal:
+        lines_of(str(tmp_path / "a.csv"), "nowhere")
+    assert len(str(refusal.value)) < 800 and time.monotonic() - start < 5
