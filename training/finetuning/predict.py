@@ -9,10 +9,27 @@ import transformers
 
 from d2l_bert import folders, messages
 from d2l_bert.modeling import loading
+from d2l_bert.modeling.records import RunRecord
 from d2l_bert.tokenization.sources import STDIN
 from d2l_bert.training import devices
-from d2l_bert.training.finetuning import output, splits, trainer
+from d2l_bert.training.finetuning import output, splits, tasks, trainer
 from d2l_bert.training.finetuning.config import FinetuneConfig, PredictConfig
+
+
+def recorded_options(name: str, record: RunRecord) -> FinetuneConfig:
+    """
+    The options of the run that made a model.
+
+    Raises:
+        UserError: its run_config.json has an option that is none, or a value that its option cannot have.
+    """
+    way_out = "put back the run_config.json that finetune wrote"
+    with messages.explained(f"{name}: run_config.json holds other options", way_out, TypeError, messages.UserError):
+        options = FinetuneConfig(**record["finetune"])
+        options.check_values()
+        if options.task_type not in trainer.CLASSES:
+            raise messages.UserError(f"task {options.task!r:.100}")
+    return options
 
 
 def predict(name: str, file: str, config: PredictConfig) -> str:
@@ -33,16 +50,15 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
     """
     config.check()
     record, target = loading.read_run_record(name), Path(config.output)
-    messages.refuse_first(
-        {
+    if "columns" not in record.get("learnt", {}) or "finetune" not in record or "max_seq_length" not in record:
+        raise messages.UserError(
             f"{name}: there is no such model, or no run_config.json of d2l-bert finetune says what it predicts; give "
-            f"a model that was fine-tuned with it": "columns" not in record.get("learnt", {})
-        }
-    )
-    known = FinetuneConfig(**record["finetune"])
+            f"a model that was fine-tuned with it"
+        )
+    known = recorded_options(name, record)
     given = {option: value for option, value in vars(config).items() if value and hasattr(known, option)}
     task = trainer.CLASSES[known.task_type](dataclasses.replace(known, model=name, **given))
-    vars(task).update(record["learnt"])
+    vars(task).update({entry: value for entry, value in record["learnt"].items() if entry in tasks.LEARNT})
     task.columns |= {
         option: names if isinstance(names, list) else [names]
         for option, names in given.items()
