@@ -18,7 +18,7 @@ from d2l_bert.model_cards.config import check_license
 from d2l_bert.modeling import configuration_d2l_bert, conversion, export, modeling_d2l_bert
 from d2l_bert.modeling.records import Metrics, Release
 from d2l_bert.records import read_record
-from d2l_bert.tokenization.model_files import ConfigFile, check_tokenizer_settings, check_within
+from d2l_bert.tokenization.model_files import check_tokenizer_settings, check_within, read_config_file
 from d2l_bert.tokenization.wordpiece import pieces, stock_tokenizer
 
 
@@ -100,7 +100,7 @@ def check_code(folder: Path):
     Returns:
         The configuration and the class of the model: Transformers' own for a stock BERT, which needs no code.
     """
-    content, save_again = read_record(folder / "config.json", ConfigFile), "d2l_bert.modeling.conversion.save_model"
+    content, save_again = read_config_file(folder), "d2l_bert.modeling.conversion.save_model"
     kind, modules = content.get("model_type"), {"d2l-bert": modeling_d2l_bert, "bert": transformers}
     if kind not in modules:
         raise UserError(

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from d2l_bert.messages import READ_ERRORS, explained, refuse_first
+from d2l_bert.messages import READ_ERRORS, UserError, explained, refuse_first
 from d2l_bert.tokenization.wordpiece import pieces
 
 from .configuration_d2l_bert import D2lBertConfig
@@ -61,15 +61,20 @@ def read_d2l(path: str | Path) -> dict[str, torch.Tensor]:
         UserError: there is no such file, or the file is not a state dict.
     """
     path = Path(path, "pretrained.params") if Path(path).is_dir() else Path(path)
-    # No such file, pickled code, a truncated file, whole models and MXNet's format raise different exceptions.
-    with explained(
-        "it is not a PyTorch state dict of tensors",
-        "run the net on one batch, and save it with torch.save(net.state_dict(), path)",
-        Exception,
-    ):
+    way_out = "run the net on one batch, and save it with torch.save(net.state_dict(), path)"
+    if not path.is_file():
+        raise UserError(f"it is not a PyTorch state dict of tensors (No such file: {path}); {way_out}")
+    # Pickled code, a truncated file, whole models and MXNet's format raise different exceptions. PyTorch's words for
+    # them advise to run the code.
+    try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        refuse_first({"other objects": not all(isinstance(value, torch.Tensor) for value in state.values())})
-        return {str(name).removeprefix("module."): value for name, value in state.items()}
+    except Exception:
+        state = None
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise UserError(
+            f"it is not a PyTorch state dict of tensors (damaged, or other objects; no code in it is run); {way_out}"
+        )
+    return {str(name).removeprefix("module."): value for name, value in state.items()}
 
 
 def from_d2l(

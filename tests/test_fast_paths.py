@@ -254,3 +254,28 @@ def test_a_likely_label_has_the_loss_and_gradient_of_float32(dtype, probability,
     for error, usual_error in zip(errors(found[1]), errors(usual[1]), strict=True):
         assert error < max(1.5 * usual_error, 1e-6)  # 16 units in the last place of float32
     assert found[0] == pytest.approx(truth[0], rel=5e-3)
+
+
+def test_a_gradient_of_the_gradient_is_right_without_the_fused_loss_and_refused_with_it():
+    """A Hessian-vector product, against differences of the first gradient."""
+    model = in_training().double()
+    batch = make_batch(model)
+    weights = [model.mlm.dense.weight, model.bert.encoder.layer[0].ffn.dense1.weight]
+    vectors = [torch.randn_like(weight) for weight in weights]
+
+    def gradients(**options):
+        return torch.autograd.grad(model(**batch, skip_logits=False).loss, weights, **options)
+
+    products = torch.autograd.grad(gradients(create_graph=True), weights, vectors)
+    step = 1e-6
+    with torch.no_grad():
+        [weight.add_(step * vector) for weight, vector in zip(weights, vectors, strict=True)]
+    above = gradients()
+    with torch.no_grad():
+        [weight.sub_(2 * step * vector) for weight, vector in zip(weights, vectors, strict=True)]
+    below = gradients()
+    for product, high, low in zip(products, above, below, strict=True):
+        torch.testing.assert_close(product, (high - low) / (2 * step), rtol=1e-3, atol=1e-6)
+    first = torch.autograd.grad(model(**batch).loss, weights, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivatives.*skip_logits=False"):
+        torch.autograd.grad(first, weights, vectors)

@@ -9,14 +9,13 @@ from tokenizers import Tokenizer
 from transformers import BertTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from d2l_bert.messages import UserError, reading_model, refuse_first
-from d2l_bert.tokenization.model_files import check_tokenizer_rules, check_within, find_file
+from d2l_bert.tokenization.model_files import check_tokenizer_rules, check_within, find_file, panics_explained
 from d2l_bert.tokenization.wordpiece import (
     CONTINUATION,
     SPECIAL_TOKENS,
     general_tokenizer,
     give_bert_inputs,
     has_capitals,
-    panics_explained,
     rules_of,
     stock_tokenizer,
 )

@@ -1,7 +1,12 @@
 """The files of a model, a stranger's too: where they lie, and what is checked before any library reads them."""
 
+import contextlib
 import math
+import os
 import re
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypedDict
 
@@ -167,16 +172,22 @@ def check_tokenizer_settings(name: str | Path) -> TokenizerSettings:
         if settings.get(entry):
             raise UserError(f"{file}: has the entry {entry!r}, which no saved tokenizer has; take it out")
     longest = settings.get("model_max_length")
-    if longest is not None and not longest >= 3:  # not NaN, either
-        raise UserError(f"{file}: model_max_length {longest} leaves no room for a text; write 512, or leave it out")
+    if longest is not None and not 3 <= longest < math.inf:  # nor NaN
+        raise UserError(f"{file}: model_max_length {longest} is no length of a text; write 512, or leave it out")
+    names = settings.get("model_input_names", ["input_ids", "attention_mask"])
+    if names[:1] != ["input_ids"] or "attention_mask" not in names:
+        raise UserError(f"{file}: model_input_names must begin with input_ids, and have attention_mask; correct it")
     for entry in ("padding_side", "truncation_side"):
         if settings.get(entry, "right") not in ("left", "right"):
             raise UserError(f"{file}: {entry} {settings[entry]!r:.100}; write left or right")
     return settings
 
 
-# BERT has 100, and d2l-bert's tokenizers, too. The time for a word grows with the cube of its characters.
-LONGEST_WORD = 1000
+# In a word: BERT has 100, and d2l-bert's tokenizers, too. The time for a word grows with the cube of its characters.
+MOST_CHARACTERS = 1000
+
+# Of ids and lengths: the largest vocabularies have a million entries.
+LARGEST_NUMBER = 2**24
 
 # Replacements that make a text longer, one after the other, by at most this factor.
 MOST_GROWTH = 1000
@@ -196,10 +207,19 @@ def check_tokenizer_rules(file: Path) -> None:
     way_out = "do not use this tokenizer"
     model = content.get("model")
     longest = model.get("max_input_chars_per_word", 0) if isinstance(model, dict) else 0
-    if type(longest) is not int or not 0 <= longest <= LONGEST_WORD:
-        raise UserError(f"{file}: max_input_chars_per_word is {longest!r:.50}, and may be {LONGEST_WORD}; {way_out}")
-    for part in ("normalizer", "pre_tokenizer", "decoder"):
+    if type(longest) is not int or not 0 <= longest <= MOST_CHARACTERS:
+        raise UserError(
+            f"{file}: max_input_chars_per_word is {longest!r:.50}, and may be {MOST_CHARACTERS}; {way_out}"
+        )
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else ()
+    highest = max((number for number in ids if type(number) is int), default=0)
+    if highest > LARGEST_NUMBER:  # the library counts up to it
+        raise UserError(f"{file}: the id {highest:,} is that of no vocabulary; {way_out}")
+    for part in ("normalizer", "pre_tokenizer", "decoder", "padding", "truncation"):
         for place, value in _walk(content.get(part), part):
+            if type(value) is int and value > LARGEST_NUMBER:
+                raise UserError(f"{file}: {place} is {value:,}; {way_out}")
             if place.endswith(".Regex") and isinstance(value, str) and is_endless(value):
                 raise UserError(f"{file}: the pattern {value!r:.100} of {place} may take for ever; {way_out}")
             if place.endswith(".String") and value == "":
@@ -208,9 +228,6 @@ def check_tokenizer_rules(file: Path) -> None:
                 growth *= max(1, len(value))
     if growth > MOST_GROWTH:
         raise UserError(f"{file}: its replacements make a text {growth:,} times as long; {way_out}")
-    for place, value in _walk(content.get("padding"), "padding"):
-        if type(value) is int and value > 2**20:
-            raise UserError(f"{file}: {place} is {value}; {way_out}")
 
 
 def is_endless(pattern: str) -> bool:
@@ -243,6 +260,42 @@ def is_endless(pattern: str) -> bool:
         position += 1
     alternatives = re.split(r"\|", plain)
     return any(len(re.findall(r"[*+]|\{\d*,\d*\}", each)) > MOST_REPETITIONS for each in alternatives)
+
+
+@contextlib.contextmanager
+def panics_explained() -> Iterator[None]:
+    """
+    Turn a panic of the library tokenizers, which is no `Exception` of Python, into a `UserError`.
+
+    The library also writes the panic, with what led to it, to the process's stderr: within the block that is kept, and
+    written afterwards unless there was a panic.
+    """
+    with tempfile.TemporaryFile() as said:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.flush()
+        try:
+            stderr = os.dup(2)
+        except OSError:  # closed by whoever started this process
+            stderr = None
+        else:
+            os.dup2(said.fileno(), 2)
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ == "PanicException":
+                said.truncate(0)
+                reason = " ".join(str(error).split())
+                raise UserError(f"its tokenizer is damaged ({reason:.200}); give another") from None
+            raise
+        finally:
+            if stderr is not None:
+                with contextlib.suppress(OSError, ValueError, AttributeError):
+                    sys.stderr.flush()
+                os.dup2(stderr, 2)
+                os.close(stderr)
+                said.seek(0)
+                if kept := said.read():
+                    os.write(2, kept)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

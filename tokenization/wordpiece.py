@@ -1,11 +1,10 @@
 """Train, extend, save and load a WordPiece tokenizer (Wu et al., 2016; BERT, section 3)."""
 
-import contextlib
 import copy
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +16,14 @@ from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase, 
 from d2l_bert.folders import short_hash, write_json
 from d2l_bert.messages import UserError, shortened
 from d2l_bert.records import read_record
-from d2l_bert.tokenization.model_files import check_folder, check_tokenizer_rules, check_tokenizer_settings, find_file
+from d2l_bert.tokenization.model_files import (
+    MOST_CHARACTERS,
+    check_folder,
+    check_tokenizer_rules,
+    check_tokenizer_settings,
+    find_file,
+    panics_explained,
+)
 from d2l_bert.tokenization.rules import (
     LONGEST_WORD,
     Rules,
@@ -349,13 +355,13 @@ def stock_tokenizer(name: str) -> PreTrainedTokenizerBase:
         )
     if rules := find_file(name, "tokenizer.json"):
         check_tokenizer_rules(rules)
+    left_out = {}
     with panics_explained():
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        if isinstance(tokenizer, BertTokenizer) and "do_lower_case" not in settings:
-            case = _case_of(rules, tokenizer)
-            if case != tokenizer.init_kwargs.get("do_lower_case", True):
-                logger.info(f"{name}: read with capital letters, as its vocabulary has them")
-                tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, do_lower_case=case)
+        if isinstance(tokenizer, BertTokenizer):
+            left_out = _options_left_out(tokenizer, settings, rules)
+        if left_out:
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **left_out)
         tokenizer.init_kwargs.pop("auto_map", None)  # `save_pretrained` would write it, but not the code it names
         # Transformers 5 makes the rules of a BertTokenizer anew, where version 4 reads them from tokenizer.json.
         if isinstance(tokenizer, BertTokenizer) and rules:
@@ -366,25 +372,41 @@ def stock_tokenizer(name: str) -> PreTrainedTokenizerBase:
                 )
         if tokenizer.is_fast:
             _try_out(tokenizer)
+    for option, value in left_out.items():
+        by = "tokenizer.json says" if rules else "the capital letters in its vocabulary say"
+        logger.info(f"{name}: its tokenizer_config.json lacks {option}; read with {option} {value}, as {by}")
     return tokenizer
 
 
-@contextlib.contextmanager
-def panics_explained() -> Iterator[None]:
-    """Turn a panic of the library tokenizers, which is no `Exception` of Python, into a `UserError`."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise UserError(f"its tokenizer is damaged ({' '.join(str(error).split()):.200}); give another") from None
+# The options of a `BertTokenizer` by their names in the normalizer of a tokenizer.json.
+BERT_OPTIONS = {
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
 
 
-def _case_of(rules, tokenizer):
-    """Whether a `BertTokenizer` without this setting makes lower case, by its tokenizer.json, or by its vocabulary."""
+def _options_left_out(tokenizer, settings, rules) -> dict:
+    """
+    The options of a `BertTokenizer` that its tokenizer_config.json leaves out and that are not the defaults: those of
+    its tokenizer.json; without one, no lower case if its vocabulary has capital letters.
+
+    Args:
+        tokenizer: as it was loaded, with the defaults.
+        settings: of tokenizer_config.json.
+        rules: the path of tokenizer.json, or None.
+    """
+    loaded = tokenizer.backend_tokenizer.normalizer
     if rules:
-        return bool(getattr(Tokenizer.from_file(str(rules)).normalizer, "lowercase", True))
-    return not has_capitals(tokenizer.get_vocab())
+        saved = Tokenizer.from_file(str(rules)).normalizer
+        found = {option: getattr(saved, name) for option, name in BERT_OPTIONS.items() if hasattr(saved, name)}
+    else:
+        found = {"do_lower_case": False} if has_capitals(tokenizer.get_vocab()) else {}
+    return {
+        option: value
+        for option, value in found.items()
+        if option not in settings and value != getattr(loaded, BERT_OPTIONS[option], value)
+    }
 
 
 def has_capitals(entries: Iterable[str]) -> bool:
@@ -392,25 +414,27 @@ def has_capitals(entries: Iterable[str]) -> bool:
     return any(entry != entry.lower() for entry in entries if not (entry.startswith("[") and entry.endswith("]")))
 
 
-# An unknown character, a word, and none.
-TRIED_OUT = ("\ue000", "word and word", "")
+# A word, none, a rune that few vocabularies have, and a word that is too long for any.
+TRIED_OUT = ("word and word", "", "\u16a0", "x" * (MOST_CHARACTERS + 1))
 
 
 def _try_out(tokenizer):
     """Refuse a tokenizer that fails on short texts, or gives ids that it has no token for, such as by its template."""
     known = set(tokenizer.get_vocab().values())
     for text in TRIED_OUT:
-        for second in (None, *TRIED_OUT[:1]):
+        for second in (None, TRIED_OUT[0]):
             ids = tokenizer.backend_tokenizer.encode(text, second).ids
             if strange := set(ids) - known:
                 raise UserError(f"its tokenizer gives the id {min(strange)}, which is no token of it; give another")
+            tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
+            tokenizer.backend_tokenizer.decode(ids[:1], skip_special_tokens=False)
 
 
 def _without_options(backend):
     """A tokenizer's rules, but for the options of a `BertTokenizer`, which are in tokenizer_config.json, too."""
     rules = rules_of(backend)
-    options = ("lowercase", "strip_accents", "handle_chinese_chars")
-    rules["normalizer"] = {key: value for key, value in (rules["normalizer"] or {}).items() if key not in options}
+    normalizer = rules["normalizer"] or {}
+    rules["normalizer"] = {key: value for key, value in normalizer.items() if key not in BERT_OPTIONS.values()}
     return rules
 
 

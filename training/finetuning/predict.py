@@ -10,13 +10,14 @@ import transformers
 from d2l_bert import folders
 from d2l_bert.messages import UserError, counted, explained, standard_input
 from d2l_bert.modeling import conversion, loading
+from d2l_bert.modeling.records import Learnt
 from d2l_bert.records import check_type
 from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.sources import STDIN
 from d2l_bert.training import devices
 from d2l_bert.training.finetuning import output, splits, trainer
 from d2l_bert.training.finetuning.config import TASKS, FinetuneConfig, PredictConfig
-from d2l_bert.training.finetuning.tasks import EmptyText, Learnt, Task
+from d2l_bert.training.finetuning.tasks import EmptyText, Task
 
 
 # The options of `predict` that name columns.

@@ -5,13 +5,14 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from transformers import DataCollatorWithPadding
 
 from d2l_bert.messages import explained, refuse_first, shortened
+from d2l_bert.modeling.records import Learnt
 from d2l_bert.tokenization import long_texts
 from d2l_bert.training.finetuning.config import FinetuneConfig
 
@@ -27,20 +28,6 @@ LEARNT = (
     *("columns", "classes", "number_of", "mean", "deviation", "default", "scheme", "has_unanswerable"),
     *("count", "begin"),
 )
-
-
-class Learnt(TypedDict, total=False):
-    """The entry `learnt` of `run_config.json`: what the tasks have learnt, each its part."""
-
-    columns: dict[str, list[str]]
-    classes: list[str]
-    mean: float
-    deviation: float
-    default: str
-    scheme: str | None
-    has_unanswerable: bool
-    count: int
-    begin: int
 
 
 class EmptyText(ValueError):
