@@ -68,6 +68,17 @@ AT_ONCE = [
     ("pretrain --validation_corpus books --validation_fraction 0.2", "validation_fraction"),
     ("prepare --max_steps 3", "--max_steps"),
     ("prepare --check tokens --corpus books", "corpus"),
+    ("prepare --corpus books --output_dir out --max_documents 1000000000000000000000000000000", "max_documents"),
+    ("prepare --corpus books --output_dir out --min_frequency 1000000000000000000000000000000", "min_frequency"),
+    ("prepare --corpus books --output_dir out --limit_alphabet 1000000000000000000000000000000", "limit_alphabet"),
+    (
+        "prepare --corpus books --output_dir out --max_validation_characters 1000000000000000000000000000000",
+        "max_validation_characters",
+    ),
+    (
+        "prepare --corpus books --output_dir out --preprocessing_num_workers 1000000000000000000000000000000",
+        "preprocessing_num_workers",
+    ),
     ("fill-mask run 'a [MASK]' --topk 3", "--top_k"),
     ("next-sentence run a", "B"),
     ("next-sentence run a b c", "'c'"),

@@ -54,7 +54,7 @@ class SourceConfig(Options):
         identity=False,
     )
     max_documents: int | None = option(
-        None, "most documents to read from each path and dataset", TEXT, within="[1, inf)"
+        None, "most documents to read from each path and dataset", TEXT, within="[1, 1000000000000]"
     )
     documents: Literal["auto", "file", "blank_line", "line"] = option(
         "auto",
@@ -124,7 +124,9 @@ class TextConfig(SourceConfig):
     validation_fraction: float = option(
         0.05, "share of the text to hold out for evaluation, in whole documents", TEXT, within="(0, 1)"
     )
-    max_validation_characters: int = option(1_000_000, "most characters to hold out", TEXT, within="[1, inf)")
+    max_validation_characters: int = option(
+        1_000_000, "most characters to hold out", TEXT, within="[1, 1000000000000]"
+    )
 
     tokenizer: str | None = option(
         None,
@@ -160,13 +162,13 @@ class TextConfig(SourceConfig):
         2,
         "how often two pieces must occur side by side to be merged, or a word to be added",
         TOKENIZER,
-        within="[1, inf)",
+        within="[1, 1000000000]",
     )
     limit_alphabet: int | None = option(
         None,
         "most characters in the vocabulary, rarer ones become [UNK]; the default follows the text",
         TOKENIZER,
-        within="[2, inf)",
+        within="[2, 1114112]",
     )
     max_unknown_share: float = option(
         0.05,

@@ -11,10 +11,13 @@ import platform
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypedDict
 
-from d2l_bert.folders import base_name, cache_folder, content_hash, write_once
+import pyarrow as pa
+
+from d2l_bert.folders import base_name, cache_folder, content_hash, is_own, write_once
 from d2l_bert.messages import UserError, counted, explained, shortened, standard_input
+from d2l_bert.records import inside, read_record, refuse_link_outwards
 from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.division import divided, find_division, grouped
 from d2l_bert.tokenization.python_docs import python_docs, required_distributions
@@ -368,11 +371,14 @@ def dataset_folder(rows, column: str) -> str:
     Raises:
         UserError: `rows` is something else, has no such column, or the cache cannot be written.
     """
+    import datasets
+
     with dataset_errors(
         "in memory",
         "give an id on the Hub, a folder or a datasets.Dataset, such as a split of a DatasetDict, and its text_column",
     ):
-        rows = rows.select_columns([column])
+        # As a dataset of no split: which one it is of is said by whoever hands it over.
+        rows = datasets.concatenate_datasets([rows.select_columns([column])])
         write, path = rows.save_to_disk, cache_folder() / f"dataset-{rows_hash(rows)}"
     write_once(path, write)
     return str(path)
@@ -400,22 +406,125 @@ def dataset_errors(name: str, way_out: str) -> Iterator[None]:
 
 def is_saved_dataset(folder: str) -> bool:
     """Whether this is a folder of `save_to_disk`."""
-    return any((Path(folder) / file).is_file() for file in ("state.json", "dataset_dict.json"))
+    return any((Path(folder) / file).is_file() for file in (DATASET_FILE, SPLITS_FILE))
+
+
+DATASET_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"  # of `save_to_disk`
+
+
+class DataFileRecord(TypedDict):
+    """A file of a dataset of `save_to_disk`."""
+
+    filename: str
+
+
+class DatasetRecord(TypedDict):
+    """What is relied on of `DATASET_FILE`."""
+
+    _data_files: list[DataFileRecord]
+
+
+class SplitsRecord(TypedDict):
+    """The content of `SPLITS_FILE`."""
+
+    splits: list[str]
+
+
+def saved_splits(folder: str) -> dict:
+    """
+    The splits of a folder of `save_to_disk`, by their names; a dataset that was saved alone has the name "", if it
+    does not say of which split it is.
+
+    The files that its records name must lie in the folder. Arrow maps a file into memory and follows the places in it
+    unchecked, so everything is validated before it is read: else a changed byte can end the process.
+
+    Raises:
+        UserError, ValueError: a record or a file is damaged, or leads out of the folder.
+    """
+    import datasets
+
+    home = Path(folder)
+    splits = read_record(home / SPLITS_FILE, SplitsRecord).get("splits")
+    for part in ["."] if splits is None else splits:
+        beside = "" if part == "." else f"{part}/"
+        state = read_record(inside(home, f"{beside}{DATASET_FILE}"), DatasetRecord)
+        if not state:
+            raise ValueError(f"{beside}{DATASET_FILE} is missing")
+        for name in ("dataset_info.json", *(file["filename"] for file in state["_data_files"])):
+            path = inside(home, f"{beside}{name}")
+            if path.suffix == ".arrow":
+                _validate_arrow(path)
+    found = datasets.load_from_disk(folder)
+    return found if isinstance(found, datasets.DatasetDict) else {str(found.split or ""): found}
+
+
+def _validate_arrow(file):
+    """Raise an exception of Arrow's if its numbers do not fit the file: the places of texts, their lengths, UTF-8."""
+    with pa.memory_map(os.fspath(file)) as opened:
+        try:
+            batches = iter(pa.ipc.open_stream(opened))
+        except pa.ArrowInvalid:
+            opened.seek(0)
+            reader = pa.ipc.open_file(opened)
+            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+        for batch in batches:
+            batch.validate(full=True)
+
+
+def dataset_builder(name: str, config: str | None, **options):
+    """
+    The builder of a dataset on the Hub, or in a folder of data files, which are those of this dataset alone.
+
+    The card of a dataset may name other files in `data_files`: a folder must not name what lies outside of it, nor a
+    dataset on the Hub a file of this machine.
+
+    Raises:
+        ValueError: it does.
+    """
+    import datasets
+
+    builder = datasets.load_dataset_builder(name, config, **options)
+    cache = Path(builder.cache_dir)
+    if os.name != "nt" and not is_own(cache):
+        logger.warning(
+            f"dataset {shortened(name, 200)}: the cache {cache} belongs to another user, who can change what is read; "
+            f"set HF_HOME to a folder of your own"
+        )
+    files = builder.config.data_files or {}
+    is_folder = Path(name).exists()
+    for file in itertools.chain.from_iterable(files.values()):
+        file = str(file)
+        is_remote = "://" in file
+        if is_folder and is_remote:
+            raise ValueError(f"its card names {file:.200}, which is not in the folder")
+        if not is_folder and not is_remote:
+            raise ValueError(f"its card names {file:.200}, a file of this machine")
+        if is_folder:
+            path = Path(os.path.abspath(file))
+            refuse_link_outwards(path, Path(name))
+            if not path.is_file():
+                raise ValueError(f"{file:.200} is no regular file")
+            if path.suffix == ".arrow":
+                _validate_arrow(path)
+    return builder
 
 
 def _open_dataset(name, config, split, streaming):
     """
     A dataset's rows, and what identifies them on the Hub: the hash of the library, which includes the revision.
     """
-    import datasets
-
     if is_saved_dataset(name):
         if config is not None:
             raise ValueError(f"a folder of save_to_disk has no configurations, so none is called {config}")
-        rows = datasets.load_from_disk(name)
-        rows = rows[split] if isinstance(rows, datasets.DatasetDict) else rows
-        return rows.with_format(None), None  # a format such as "numpy" is saved too: it would turn texts into arrays
-    builder = datasets.load_dataset_builder(name, config)
+        splits = saved_splits(name)
+        if "" in splits and split in ("train", "validation"):  # the defaults
+            split = ""
+        if split not in splits:
+            known = ", ".join(filter(None, splits)) or "no splits"
+            raise ValueError(f"it has {known}, and no {split}; name one that it has")
+        # A format such as "numpy" is saved, too: it would turn texts into arrays.
+        return splits[split].with_format(None), None
+    builder = dataset_builder(name, config)
     if streaming:
         rows = builder.as_streaming_dataset(split=split)
     else:

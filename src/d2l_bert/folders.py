@@ -324,16 +324,16 @@ def cache_folder() -> Path:
         UserError: that folder, too, belongs to another user.
     """
     usual = Path(constants.HF_HOME) / "d2l_bert"
-    if os.name == "nt" or _is_own(usual):
+    if os.name == "nt" or is_own(usual):
         return _closed(usual)
     own = usual.with_name(f"d2l_bert-{os.geteuid()}")
-    if not _is_own(own):
+    if not is_own(own):
         raise UserError(f"cache {own}: belongs to another user; set HF_HOME to a folder of your own")
     _say_once(f"the cache {usual} belongs to another user; {own} is used instead")
     return _closed(own)
 
 
-def _is_own(folder):
+def is_own(folder):
     """Whether a folder belongs to this user and, if it is a link, the link does, too; or nothing is there."""
     if not os.path.lexists(folder):
         return True

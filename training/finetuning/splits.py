@@ -188,12 +188,11 @@ def _read_dataset(name: str, config: FinetuneConfig, read: dict[str, Split]) -> 
     hint = "give an id on the Hub, or a folder of save_to_disk or of data files; --train_file takes a file"
     with sources.dataset_errors(path, hint):
         if sources.is_saved_dataset(path):
-            found = datasets.load_from_disk(path)
+            found = {split or "train": rows for split, rows in sources.saved_splits(path).items()}
         else:
             # Of CSV files pandas would read the words None, NA and null as empty.
-            is_csv = hasattr(datasets.load_dataset_builder(path, part).config, "keep_default_na")
+            is_csv = hasattr(sources.dataset_builder(path, part).config, "keep_default_na")
             found = datasets.load_dataset(path, part, **({"keep_default_na": False} if is_csv else {}))
-    found = found if isinstance(found, dict) else {"train": found}
     asked = {split: getattr(config, f"{split}_split") for split in SPLITS if split not in read}
     splits = {}
     for split, of_dataset in asked.items():

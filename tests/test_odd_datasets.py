@@ -1,0 +1,144 @@
+"""Folders of datasets from strangers: what they name stays inside, what they hold is validated, splits are kept."""
+
+import json
+import os
+import subprocess
+import sys
+
+import datasets
+import pytest
+from text_sources import texts, write_files
+
+from d2l_bert.messages import UserError
+from d2l_bert.tokenization.sources import dataset_builder, dataset_folder, dataset_source
+from d2l_bert.training.finetuning.config import FinetuneConfig
+from d2l_bert.training.finetuning.splits import _read_dataset
+
+
+ROWS = {"text": [f"Row {number} of the text." for number in range(40)], "label": [0, 1] * 20}
+
+
+def saved(folder, split=None):
+    datasets.Dataset.from_dict(ROWS, split=split).save_to_disk(folder)
+    return folder
+
+
+def read_both(folder, split="train"):
+    """What pretraining and fine-tuning read of the dataset."""
+    config = FinetuneConfig(model="x", task="text-classification", dataset=str(folder), train_split=split)
+    return texts(dataset_source(str(folder), split=split)), _read_dataset(str(folder), config, {})
+
+
+def refused(folder, said):
+    for read in (
+        lambda: texts(dataset_source(str(folder))),
+        lambda: _read_dataset(str(folder), FinetuneConfig(model="x", task="regression", dataset=str(folder)), {}),
+    ):
+        with pytest.raises(UserError, match=said) as refusal:
+            read()
+        assert "\n" not in str(refusal.value)
+
+
+CARD = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: {}\n---\n"
+
+
+@pytest.mark.parametrize("target", ["../secret.txt", "/{}/secret.txt", "sub/../../secret.txt", "link.txt"])
+def test_a_card_names_files_of_its_folder_alone(target, tmp_path):
+    write_files(tmp_path, {"secret.txt": "A key.", "set/sub/a.txt": "Text."})
+    (tmp_path / "set" / "link.txt").symlink_to("../secret.txt")
+    (tmp_path / "set" / "README.md").write_text(CARD.format(target.format(tmp_path)))
+    refused(tmp_path / "set", "leads out of|no regular file|cannot be read")
+
+
+def test_a_link_among_the_files_of_a_folder_is_refused(tmp_path):
+    write_files(tmp_path, {"secret.txt": "A key.", "set/a.txt": "Text."})
+    (tmp_path / "set" / "b.txt").symlink_to("../secret.txt")
+    refused(tmp_path / "set", "leads out of")
+    (tmp_path / "set" / "b.txt").unlink()
+    assert texts(dataset_source(str(tmp_path / "set"))) == [["Text."]]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("state.json", {"_data_files": [{"filename": "../x.arrow"}]}, "no file in this folder"),
+        ("state.json", {"_data_files": [{"filename": "/dev/zero"}]}, "no file in this folder"),
+        ("state.json", {"_data_files": [{"filename": 5}]}, "filename must be str"),
+        ("state.json", {"_data_files": {}}, "_data_files must be list"),
+        ("state.json", {}, "lacks the entry"),
+        ("dataset_dict.json", {"splits": ["../other"]}, "no file in this folder"),
+        ("dataset_dict.json", {"splits": "train"}, "splits must be list"),
+    ],
+)
+def test_a_saved_dataset_names_files_of_its_folder_alone(file, content, said, tmp_path):
+    saved(tmp_path / "other")
+    (tmp_path / "x.arrow").write_bytes((tmp_path / "other" / "data-00000-of-00001.arrow").read_bytes())
+    folder = saved(tmp_path / "set")
+    before = json.loads((folder / file).read_text()) if file == "state.json" and content else {}
+    (folder / file).write_text(json.dumps({**before, **content}))
+    refused(folder, said)
+
+
+def test_links_and_pipes_in_a_saved_dataset_are_refused(tmp_path):
+    folder = saved(tmp_path / "set")
+    file = folder / "data-00000-of-00001.arrow"
+    file.rename(tmp_path / "secret.arrow")
+    file.symlink_to("../secret.arrow")
+    refused(folder, "leads out of")
+    file.unlink()
+    os.mkfifo(file)
+    refused(folder, "no regular file")
+
+
+def test_bytes_of_a_saved_dataset_are_validated_before_they_are_followed(tmp_path):
+    """In a process of its own, as a place outside of the file can end it."""
+    folder = saved(tmp_path / "set")
+    code = (
+        "import random, sys\nfrom pathlib import Path\nfrom d2l_bert.messages import UserError\n"
+        "from d2l_bert.tokenization.sources import dataset_source\n"
+        "file, rng, refused = Path(sys.argv[1], 'data-00000-of-00001.arrow'), random.Random(0), 0\n"
+        "whole = file.read_bytes()\n"
+        "for _ in range(60):\n"
+        "    content = bytearray(whole)\n"
+        "    for _ in range(rng.choice([1, 4, 40])):\n"
+        "        place = 8 * rng.randrange(len(content) // 8)\n"
+        "        content[place : place + 4] = rng.randbytes(4)\n"
+        "    file.write_bytes(content[: rng.choice([len(content), len(content), rng.randrange(len(content))])])\n"
+        "    try:\n"
+        "        list(dataset_source(sys.argv[1]).documents)\n"
+        "    except UserError:\n"
+        "        refused += 1\n"
+        "print(refused)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True)
+    assert done.returncode == 0 and int(done.stdout.split()[-1]) > 20, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_a_saved_dataset_of_one_split_is_that_split_and_no_other(split, tmp_path):
+    folder = saved(tmp_path / "set", split)
+    refused(folder, f"it has {split}")
+    documents, splits = read_both(folder, split)
+    assert len(documents) == 40 and splits["train"].name == f"set, split {split}"
+
+
+def test_a_saved_dataset_without_a_split_is_read_but_not_as_one_that_is_named(tmp_path):
+    folder = saved(tmp_path / "set")
+    assert len(texts(dataset_source(str(folder)))) == len(texts(dataset_source(str(folder), split="validation"))) == 40
+    with pytest.raises(UserError, match="no splits, and no test"):
+        dataset_source(str(folder), split="test")
+
+
+def test_a_dataset_in_memory_is_read_whichever_split_it_is_of(tmp_path):
+    rows = datasets.Dataset.from_dict(ROWS, split="test")
+    assert len(texts(dataset_source(dataset_folder(rows, "text")))) == 40
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
+def test_another_user_s_cache_of_a_dataset_is_said(tmp_path, caplog):
+    write_files(tmp_path, {"set/a.txt": "Text."})
+    dataset_source(str(tmp_path / "set"))
+    assert "another user" not in caplog.text
+    os.chown(dataset_builder(str(tmp_path / "set"), None).cache_dir, 12345, 12345)
+    dataset_source(str(tmp_path / "set"))
+    assert "belongs to another user" in caplog.text
