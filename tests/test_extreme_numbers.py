@@ -9,7 +9,8 @@ from conftest import SMALL
 from finetuning import rows_of
 from text_sources import write_table
 
-from d2l_bert.__main__ import main
+from d2l_bert.__main__ import main, make_parser
+from d2l_bert.commands import options_of
 from d2l_bert.inference.config import AttentionConfig, EmbedConfig
 from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.modeling.config import ExportConfig
@@ -69,7 +70,13 @@ def test_the_command_line_refuses_such_numbers_by_the_name_of_the_option(fails, 
         "prepare --output_dir x --preprocessing_num_workers 100000",
     ):
         command = words.split()
-        assert command[-2].lstrip("-") in fails(*command), words
+        said = fails(*command)
+        assert command[-2].lstrip("-") in said and "must be a number in" in said or "1e30" in said, words
+
+
+def test_a_seed_of_63_bits_is_taken_from_the_command_line():
+    arguments = make_parser(["pretrain"]).parse_args(["pretrain", f"--seed={2**63 - 1}"])
+    assert options_of(arguments).seed == 2**63 - 1
 
 
 # Options whose largest number would only take long, use up the memory by its meaning, or start a thousand processes.

@@ -182,7 +182,7 @@ def what_is_wrong(value: object, kind: type, within: str | None = None, is_path:
     """
     members = members_of(kind)
     words = [_VALUES[one][0] if one in _VALUES else " or ".join(typing.get_args(one)) for one in members]
-    if not any(_VALUES[one][1](value) if one in _VALUES else value in typing.get_args(one) for one in members):
+    if not _is_value(value, members):
         return f"must be {' or '.join(filter(None, words))}, got {' '.join(repr(value).split()):.200}"
     for string in value if isinstance(value, list) else [value]:
         if isinstance(string, str) and (
@@ -198,13 +198,18 @@ def what_is_wrong(value: object, kind: type, within: str | None = None, is_path:
     return ""
 
 
+def _is_value(value, members):
+    """Whether a value is of one of these types, whatever the interval of its option."""
+    return any(_VALUES[one][1](value) if one in _VALUES else value in typing.get_args(one) for one in members)
+
+
 def value_of(kind: type, text: str, within: str | None = None, is_path: bool = False):
     """The value of an option's type that a word of the command line stands for, checked by `what_is_wrong`."""
     values = [text]
     for read in (int, float, {"true": True, "false": False}.__getitem__):
         with contextlib.suppress(ValueError, KeyError):
             values.append(read(text.lower()))
-    value = next((value for value in reversed(values) if not what_is_wrong(value, kind)), text)
+    value = next((value for value in reversed(values) if _is_value(value, members_of(kind))), text)
     if wrong := what_is_wrong(value, kind, within, is_path):
         raise argparse.ArgumentTypeError(wrong)
     return value
@@ -234,10 +239,19 @@ def add_options(parser: argparse.ArgumentParser, config: Options, shows_all: boo
             getattr(config, field.name),
             about["help"] if about["common"] or shows_all else None,
             about["metavar"],
+            about["within"],
         )
 
 
-def add_option(group, name: str, kind: type, default: object, help: str | None, metavar: str | None = None) -> None:
+def add_option(
+    group,
+    name: str,
+    kind: type,
+    default: object,
+    help: str | None,
+    metavar: str | None = None,
+    within: str | None = None,
+) -> None:
     """
     Add the flag `--name` to an argument group.
 
@@ -245,12 +259,15 @@ def add_option(group, name: str, kind: type, default: object, help: str | None, 
         kind: the type of the field, such as `int | None`.
         default: the field's value, shown in the help. A flag that is not given is left out of the parsed arguments.
         help: what the option does; None to leave it out of the help.
+        metavar, within: as in `option`.
     """
     members = [member for member in members_of(kind) if member is not types.NoneType]
     names = {bool: "true|false", int: "N", float: "X", str: "NAME"}
     how = {
         "metavar": metavar or "|".join(names.get(member) or "|".join(typing.get_args(member)) for member in members),
-        "type": functools.partial(value_of, str if list[str] in members else kind, is_path=metavar == "PATH"),
+        "type": functools.partial(
+            value_of, str if list[str] in members else kind, within=within, is_path=metavar == "PATH"
+        ),
     }
     if bool in members:
         how |= {"nargs": "?", "const": True}
