@@ -125,7 +125,7 @@ def test_a_saved_dataset_of_one_split_is_that_split_and_no_other(split, tmp_path
 def test_a_saved_dataset_without_a_split_is_read_but_not_as_one_that_is_named(tmp_path):
     folder = saved(tmp_path / "set")
     assert len(texts(dataset_source(str(folder)))) == len(texts(dataset_source(str(folder), split="validation"))) == 40
-    with pytest.raises(UserError, match="no splits, and no test"):
+    with pytest.raises(UserError, match="no splits, and no 'test'"):
         dataset_source(str(folder), split="test")
 
 

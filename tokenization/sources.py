@@ -377,9 +377,10 @@ def dataset_folder(rows, column: str) -> str:
         "in memory",
         "give an id on the Hub, a folder or a datasets.Dataset, such as a split of a DatasetDict, and its text_column",
     ):
+        rows = rows.select_columns([column])
+        path = cache_folder() / f"dataset-{rows_hash(rows)}"
         # As a dataset of no split: which one it is of is said by whoever hands it over.
-        rows = datasets.concatenate_datasets([rows.select_columns([column])])
-        write, path = rows.save_to_disk, cache_folder() / f"dataset-{rows_hash(rows)}"
+        write = datasets.concatenate_datasets([rows]).save_to_disk
     write_once(path, write)
     return str(path)
 
@@ -521,7 +522,7 @@ def _open_dataset(name, config, split, streaming):
             split = ""
         if split not in splits:
             known = ", ".join(filter(None, splits)) or "no splits"
-            raise ValueError(f"it has {known}, and no {split}; name one that it has")
+            raise ValueError(f"it has {known}, and no {split!r}; name one that it has")
         # A format such as "numpy" is saved, too: it would turn texts into arrays.
         return splits[split].with_format(None), None
     builder = dataset_builder(name, config)

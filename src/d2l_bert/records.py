@@ -106,8 +106,15 @@ def _check_plain(value, kinds, place):
             return
         elif isinstance(kind, type) and isinstance(value, kind):
             return
-    names = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+    names = " or ".join(_in_words(kind) for kind in kinds)
     raise ValueError(f"{place or 'the whole'} must be {names}, got {value!r:.100}")
+
+
+def _in_words(kind):
+    """A type as a message names it: of a `Literal` its values."""
+    if typing.get_origin(kind) is typing.Literal:
+        return " or ".join(map(repr, typing.get_args(kind)))
+    return getattr(kind, "__name__", str(kind))
 
 
 def _is_of(value, kind):
