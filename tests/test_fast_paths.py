@@ -264,7 +264,8 @@ def test_a_gradient_of_the_gradient_is_right_without_the_fused_loss_and_refused_
     vectors = [torch.randn_like(weight) for weight in weights]
 
     def product(loss):
-        return torch.autograd.grad(torch.autograd.grad(loss, weights, create_graph=True), weights, vectors)
+        first = torch.autograd.grad(loss, weights, create_graph=True)
+        return torch.autograd.grad(first, weights, vectors, retain_graph=True)
 
     outputs = model(**batch, skip_logits=False)
     masked = nn.functional.cross_entropy(outputs.prediction_logits.flatten(0, 1), batch["labels"].flatten())
