@@ -4,7 +4,7 @@ import contextlib
 import html
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import unquote
@@ -228,18 +228,30 @@ def check_card(folder: Path, license: str | None = None) -> None:
     with explained(path, "", UserError):
         for each in card.data.license if isinstance(card.data.license, list) else [card.data.license]:
             check_license(str(each))
+    classes = read_record(folder / "config.json").get("id2label", {}).values()
     for name, file in published_files(folder).items():
         if not name.endswith(WITHOUT_PATHS):
-            refuse_paths(folder, file)
+            refuse_paths(folder, file, classes)
 
 
-def refuse_paths(folder: Path, file: Path) -> None:
-    """Raise `UserError` if a text file names a folder of this machine, or one that looks like a folder of another."""
+def refuse_paths(folder: Path, file: Path, classes: Iterable[str] = ()) -> None:
+    """
+    Refuse a text file that names a folder of this machine, or one that looks like a folder of another.
+
+    Args:
+        classes: the model's classes. One may look like a path, as Freebase's relations do: /people/person/religion.
+
+    Raises:
+        UserError: the file names such a folder.
+    """
     here = {str(path) for path in (folder.resolve(), folder.absolute(), Path.home()) if path.parts[1:]}
     of_here = rf"(?<![\w.~-])(?:{'|'.join(map(re.escape, sorted(here)))})(?![\w-])"
-    paths = re.compile("|".join((of_here, *MACHINE_PATHS, ANY_PATH)))
+    of_machines = re.compile("|".join((of_here, *MACHINE_PATHS)))
     for text in texts_in(file):
-        if found := paths.search(text):
+        found = of_machines.search(text)
+        for name in classes:
+            text = text.replace(name, " ") if name.startswith("/") else text
+        if found := found or re.search(ANY_PATH, text):
             raise UserError(
                 f"{file}: names a folder of this machine ({found[0]:.200}); remove the path before you publish"
             )

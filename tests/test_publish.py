@@ -1,5 +1,6 @@
 """Publishing on a Hub: what is sent and what stands there afterwards, also by a run; folders that are refused."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -368,6 +369,13 @@ def test_what_only_looks_like_a_path_is_published(tmp_path):
     (tmp_path / "metrics.json").write_text(json.dumps(NO_PATHS))
     for name in ("README.md", "metrics.json"):
         refuse_paths(tmp_path, tmp_path / name)
+
+
+def test_a_class_may_look_like_a_path_but_not_like_that_of_a_machine(tmp_path):
+    for name, is_refused in (("/people/person/place_of_birth", False), ("/home/bob/x", True)):
+        (tmp_path / "README.md").write_text(f"| `{name}` | {cell(name)} |")
+        with pytest.raises(UserError) if is_refused else contextlib.nullcontext():
+            refuse_paths(tmp_path, tmp_path / "README.md", [name])
 
 
 def test_the_pictures_of_a_card_are_found_as_markdown_reads_them():
