@@ -38,7 +38,9 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
             f"a model that was fine-tuned with it": "columns" not in record.get("learnt", {})
         }
     )
-    known = FinetuneConfig(**record["finetune"])
+    unknown = f"{name}: its run_config.json has options that this version of d2l-bert does not know"
+    with messages.explained(unknown, "use the version that wrote it, which its entry versions names", TypeError):
+        known = FinetuneConfig(**record["finetune"])
     given = {option: value for option, value in vars(config).items() if value and hasattr(known, option)}
     task = trainer.CLASSES[known.task_type](dataclasses.replace(known, model=name, **given))
     vars(task).update(record["learnt"])
