@@ -1,11 +1,13 @@
 """Pairs to batches and steps: a step's content depends on the run alone, and a batch equals one built by hand."""
 
 import itertools
+import os
 import threading
 
 import pytest
 import torch
 
+from d2l_bert.messages import UserError
 from d2l_bert.tokenization import prepare
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data import order
@@ -170,6 +172,47 @@ def test_without_workers_a_thread_makes_two_steps_ahead_while_this_one_is_taken(
     with pytest.raises(ValueError, match="cannot be written"):
         next(loaded)
     assert list(load(Steps(), 6)) == []
+
+
+class FailingSteps:
+    """Steps whose first one, made in a worker process, fails as `fail` does."""
+
+    on_gpu = False
+
+    def __init__(self, fail):
+        self.fail = fail
+
+    def draw(self, start, cursor):
+        return iter(range(start, 6))
+
+    def __getitem__(self, number):
+        self.fail()
+
+
+def _refuse():
+    raise UserError("tokens: are damaged; prepare them again")
+
+
+def _break():
+    raise RuntimeError("a bug in a batch")
+
+
+def _exit():
+    os._exit(3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fail", "kind", "words"),
+    [
+        (_refuse, UserError, "^tokens: are damaged; prepare them again$"),
+        (_break, RuntimeError, "(?s)in _break.*a bug in a batch"),  # with the worker's traceback
+        (_exit, UserError, "exit code 3"),
+    ],
+)
+def test_an_error_in_a_worker_is_not_called_too_little_memory(fail, kind, words):
+    with pytest.raises(kind, match=words):
+        next(load(FailingSteps(fail), num_workers=1))
 
 
 @pytest.mark.parametrize("packing", [False, True])

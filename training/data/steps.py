@@ -168,7 +168,7 @@ def load(
 
     Raises:
         Exception: an error in the thread, or in a worker process, with the worker's traceback in its message.
-        UserError: a worker process was killed.
+        UserError: a worker process was killed, or has ended; or as in the worker.
     """
     ahead, workers, is_closed = queue.Queue(STEPS_AHEAD), [], threading.Event()
 
@@ -194,12 +194,15 @@ def load(
                 if isinstance(item, Step):
                     yield item
                 elif not any(worker.exitcode for worker in workers):
-                    raise item
+                    raise _in_one_line(item)
             # A worker that was killed while it sent a step leaves the thread waiting for the rest of the step.
-            if any(worker.exitcode for worker in workers):
+            for code in filter(None, [worker.exitcode for worker in workers]):
+                how = "it was killed, perhaps because memory ran out"
+                if code > 0:
+                    how = f"exit code {code}; read what it has said above"
                 raise UserError(
-                    f"a process that makes batches has ended, perhaps because memory ran out; "
-                    f"--dataloader_num_workers 0 uses no such process; {GO_ON}"
+                    f"a process that makes batches has ended: {how}; --dataloader_num_workers 0 uses no such process; "
+                    f"{GO_ON}"
                 )
     finally:
         is_closed.set()
@@ -208,6 +211,13 @@ def load(
         while not ahead.empty():  # the thread may wait for a free place
             ahead.get()
         thread.join(JOIN_SECONDS)
+
+
+def _in_one_line(error):
+    """An error of a worker: PyTorch puts the worker's traceback into its message, which a `UserError` has not."""
+    if not isinstance(error, UserError):
+        return error
+    return UserError(str(error).rsplit("UserError: ", 1)[-1].strip())
 
 
 def _made(steps, start, cursor, num_workers, workers):
