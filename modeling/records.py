@@ -12,6 +12,8 @@ class Options(TypedDict, total=False):
     init_from: str | None
     from_scratch: bool
     task: str | None
+    seed: int
+    num_seeds: int
 
 
 class Start(TypedDict, total=False):
@@ -54,7 +56,9 @@ class Data(TypedDict, total=False):
     """The text or the rows of a run."""
 
     corpus_name: str | None
+    corpus_fingerprint: str | None
     text_fingerprint: int | None
+    held_out_fingerprint: str | None
     hub_datasets: list[str]
     splits: dict[str, Split]
     tokenizer: Tokenizer
@@ -65,6 +69,7 @@ class Fingerprint(TypedDict):
     """A file or folder that a run has read."""
 
     name: str
+    fingerprint: str
 
 
 class RunRecord(TypedDict, total=False):
@@ -72,6 +77,7 @@ class RunRecord(TypedDict, total=False):
 
     run: Options
     finetune: Options
+    identity: dict
     architecture: dict
     auto_class: str
     base_model: Start
@@ -105,6 +111,8 @@ class Prediction(TypedDict):
 class Metrics(TypedDict, total=False):
     """metrics.json; its figures are numbers under other names."""
 
+    train_words_seen: float
+    train_seconds: float
     pictures: dict[str, str]
     export: Export
     predictions: list[Prediction]

@@ -319,11 +319,11 @@ def test_an_option_that_the_rows_give_no_effect_is_refused(task, rows, option, w
     assert word in line and "leave it out" in line and not (tmp_path / "out").exists()
 
 
-def test_cells_that_spreadsheets_compute_are_text_in_the_predictions_of_a_run(trained, tmp_path):
+def test_the_predictions_of_a_run_hold_cells_as_they_were_read(trained, tmp_path):
     rows = [{"id": "=1+1", **row} for row in rows_of(6, 0)]
     options = file_options(tmp_path, train=rows, test=rows)
     finetune(trained, tmp_path / "out", "--task=classification", *options, "--validation_share=0", "--max_steps=1")
-    assert {row["id"] for row in read_csv(tmp_path / "out" / "predictions.csv")} == {"'=1+1"}
+    assert {row["id"] for row in read_csv(tmp_path / "out" / "predictions.csv")} == {"=1+1"}
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"seed": "a"}', '{"validation": 5', None], ids=repr)

@@ -10,7 +10,6 @@ import platform
 import re
 import shutil
 from pathlib import Path
-from typing import TypedDict
 
 import psutil
 import torch
@@ -24,6 +23,7 @@ from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.conversion import save_model
 from d2l_bert.modeling.loading import hash_of_model
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM
+from d2l_bert.modeling.records import RunRecord
 from d2l_bert.pair_tasks import pair_task
 from d2l_bert.records import read_record
 from d2l_bert.tokenization import wordpiece
@@ -45,19 +45,6 @@ OPENMP_VARIABLES = (
 )
 
 CPUINFO = Path("/proc/cpuinfo")
-
-
-class Seeds(TypedDict):
-    """Of the options of a fine-tuning what a run that goes on compares."""
-
-    num_seeds: int
-
-
-class FinetuningRecord(TypedDict):
-    """Of the run_config.json of a fine-tuning what a run that goes on compares."""
-
-    identity: dict
-    finetune: Seeds
 
 
 # Of a fine-tuning: the folder with a folder for each rate and seed, and the table of predictions.
@@ -252,8 +239,12 @@ def enter_finetuning(config, folder: Path, record: dict, stack: contextlib.ExitS
     stack.enter_context(folders.locked_folder(folder))
     stack.enter_context(writing(folder, f", and {GO_ON}"))
     check_output_folder(config, folder, config.model, is_finetuning=True)
-    before = read_record(folder / card.RUN_FILE, FinetuningRecord) if config.resume_from_checkpoint else {}
+    before = read_record(folder / card.RUN_FILE, RunRecord) if config.resume_from_checkpoint else {}
     if before:
+        if "identity" not in before or "num_seeds" not in before.get("finetune", {}):
+            raise UserError(
+                f"{folder / card.RUN_FILE}: is not as finetune wrote it; start with --overwrite_output_dir"
+            )
         # Rows that are not given now have no fingerprint.
         now = {**dict.fromkeys(before["identity"]), **record["identity"]}
         check_identity(before["identity"], now, f"output_dir {folder}")

@@ -9,7 +9,6 @@ import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +17,7 @@ from pyarrow import csv
 from d2l_bert import folders, messages
 from d2l_bert.model_cards import card, evaluations, markdown
 from d2l_bert.model_cards.blimp import BLIMP, PHENOMENON_OF
+from d2l_bert.modeling.records import Metrics
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.records import read_record
 from d2l_bert.tokenization import account, sources, wordpiece
@@ -289,13 +289,6 @@ PAIRS_COLUMN = ("blimp", "accuracy", 1, ".1%")
 DEVIATION = "{}, standard deviation"
 
 
-class RunMetrics(TypedDict, total=False):
-    """What the table of runs reads of a run's metrics.json."""
-
-    train_words_seen: float
-    train_seconds: float
-
-
 @dataclasses.dataclass
 class MeasuredRun:
     """A model in the table of runs: its name there, and its figures by the parts of `RUN_COLUMNS`."""
@@ -317,7 +310,7 @@ def table_of_runs(models: Sequence[masked_models.MaskedModel], results: list[dic
     """
     groups: dict[object, dict[object, MeasuredRun]] = {}
     for number, (model, name, measured) in enumerate(zip(models, names_apart(models), results, strict=True)):
-        metrics = read_record(Path(model.name, card.METRICS_FILE), RunMetrics)
+        metrics = read_record(Path(model.name, card.METRICS_FILE), Metrics)
         seed = model.record.get("run", {}).get("seed")
         is_finished_run = "run" in model.record and bool(metrics)
         group = identity_but_seed(model) if is_finished_run else number

@@ -6,17 +6,15 @@ Shapes: B rows in a batch, T tokens in a row, P masked positions in a row, H hid
 import copy
 import inspect
 import re
-from typing import TypedDict
 
 import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, PreTrainedTokenizerBase
 
-from d2l_bert.messages import UserError, explained, reading_model
+from d2l_bert.messages import UserError, reading_model
 from d2l_bert.modeling import conversion, loading
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForPreTrainingOutput
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.records import check_type
 from d2l_bert.tokenization.wordpiece import plain_backend, text_backend
 
 
@@ -24,44 +22,6 @@ from d2l_bert.tokenization.wordpiece import plain_backend, text_backend
 # of the weights of that head.
 TYPES_WITH_PAIR_HEAD = ("d2l-bert", "bert", "albert", "big_bird", "fnet", "megatron-bert", "mobilebert")
 PAIR_HEAD = re.compile(r"pooler|seq_relationship|sop_classifier|^nsp\.")
-
-
-class OfTokenizer(TypedDict, total=False):
-    """What is read of a record's `data.tokenizer`."""
-
-    word_unit: str
-
-
-class OfText(TypedDict, total=False):
-    """What is read of a record's `data`."""
-
-    corpus_fingerprint: str | None
-    text_fingerprint: int | str | None
-    held_out_fingerprint: str | None
-    validation: dict | None
-    tokenizer: OfTokenizer
-
-
-class ReadFile(TypedDict):
-    """An entry of a record's `fingerprints`: a text or a model that the run has read."""
-
-    fingerprint: str
-
-
-class RunOptions(TypedDict, total=False):
-    """Of a record's `run` what is read before the options are checked."""
-
-    objective: str
-    seed: int
-
-
-class RunRecord(TypedDict, total=False):
-    """What is read of a model's `run_config.json`."""
-
-    run: RunOptions
-    architecture: dict
-    data: OfText
-    fingerprints: list[ReadFile]
 
 
 class MaskedModel(torch.nn.Module):
@@ -88,8 +48,6 @@ class MaskedModel(torch.nn.Module):
         with reading_model(name):
             config, _ = loading.read_parts(AutoModelForMaskedLM, name)
             self.name, self.record = name, loading.read_run_record(name)
-        with explained(f"{name}: run_config.json", "take the file out, or put the right one back", ValueError):
-            check_type(self.record, RunRecord)
         has_both = config.model_type in TYPES_WITH_PAIR_HEAD
         auto_class = AutoModelForPreTraining if has_both else AutoModelForMaskedLM
         self.model, self.tokenizer, missing = loading.load_pretrained(auto_class, name, PAIR_HEAD.search)
@@ -101,7 +59,9 @@ class MaskedModel(torch.nn.Module):
             )
         self.backend = plain_backend(text_backend(self.tokenizer))
         self.most_positions = conversion.longest_input(self.model.base_model, self.tokenizer)
-        self._arguments = inspect.signature(self.model.forward).parameters
+        self._arguments = set(inspect.signature(self.model.forward).parameters)
+        if getattr(config, "type_vocab_size", None) == 1:
+            self._arguments.discard("token_type_ids")  # such a model knows segment 0 alone
         objective = "sop" if config.model_type == "albert" else self.record.get("run", {}).get("objective")
         self.task = PAIR_TASKS.get(objective, PAIR_TASKS["nsp"]) if has_both and not missing else None
 

@@ -3,15 +3,13 @@
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import TypedDict
 
 import transformers
 
 from d2l_bert import folders
 from d2l_bert.messages import UserError, counted, explained, standard_input
 from d2l_bert.modeling import conversion, loading
-from d2l_bert.modeling.records import Learnt
-from d2l_bert.records import check_type
+from d2l_bert.modeling.records import RunRecord
 from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.sources import STDIN
 from d2l_bert.training import devices
@@ -22,14 +20,6 @@ from d2l_bert.training.finetuning.tasks import EmptyText, Task
 
 # The options of `predict` that name columns.
 COLUMN_OPTIONS = [field.name for field in dataclasses.fields(PredictConfig) if field.name.endswith("_column")]
-
-
-class FinetunedRecord(TypedDict):
-    """What is read of the `run_config.json` of a fine-tuned model."""
-
-    finetune: dict
-    learnt: Learnt
-    max_seq_length: int
 
 
 def predict(name: str, file: str, config: PredictConfig) -> str:
@@ -79,7 +69,7 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
     return f"{target}: predictions for {counted(count, 'row')}{without}"
 
 
-def restored_task(name: str, record: dict, config: PredictConfig) -> Task:
+def restored_task(name: str, record: RunRecord, config: PredictConfig) -> Task:
     """
     The task of a finished run, with what the run has learnt, and with the columns that the options name.
 
@@ -87,17 +77,16 @@ def restored_task(name: str, record: dict, config: PredictConfig) -> Task:
         record: the content of the model's `run_config.json`, which may be a stranger's.
 
     Raises:
-        UserError: the record is not that of a fine-tuning, or has entries of other types; an option names a column
+        UserError: the record is not that of a fine-tuning, or its options have other values; an option names a column
             that the model does not read.
     """
     learnt = record.get("learnt", {})
-    if not isinstance(learnt, dict) or "columns" not in learnt:
+    if "columns" not in learnt or "finetune" not in record or "max_seq_length" not in record:
         raise UserError(
             f"{name}: there is no such model, or no run_config.json of d2l-bert finetune says what it predicts; give "
             f"a model that was fine-tuned with it"
         )
     with explained(f"{name}: run_config.json", "put back that of d2l-bert finetune", ValueError, TypeError):
-        check_type(record, FinetunedRecord)
         # A newer version may have more options.
         known = {field.name for field in dataclasses.fields(FinetuneConfig)}
         given = {option: value for option, value in record["finetune"].items() if option in known}
@@ -169,7 +158,7 @@ def rows_with_text(split: splits.Split, task: Task) -> list[splits.Row]:
     return filled
 
 
-def check_model(name: str, record: FinetunedRecord, task: Task, model, tokenizer) -> None:
+def check_model(name: str, record: RunRecord, task: Task, model, tokenizer) -> None:
     """
     Refuse a record that is not that of the model beside it.
 
