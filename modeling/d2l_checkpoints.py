@@ -72,7 +72,7 @@ def read_d2l(path: str | Path) -> dict[str, torch.Tensor]:
         state = None
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise UserError(
-            f"it is not a PyTorch state dict of tensors (damaged, or other objects; no code in it is run); {way_out}"
+            f"it is not a PyTorch state dict of tensors (damaged, or other objects; code is never run); {way_out}"
         )
     return {str(name).removeprefix("module."): value for name, value in state.items()}
 

@@ -102,7 +102,8 @@ def _advice(number):
 
 def _elsewhere(error, place):
     """The file that an `OSError` names, if it is not `place`, in it, or in the hidden folder beside it."""
-    named = getattr(error, "filename", None)
+    # Of a copy that fails Python names the source first, and then the file that is written.
+    named = getattr(error, "filename2", None) or getattr(error, "filename", None)
     if not isinstance(named, (str, bytes)) or not isinstance(place, Path):
         return None
     named, place = Path(os.fsdecode(named)).absolute(), place.absolute()
