@@ -90,6 +90,7 @@ def test_links_and_pipes_in_a_saved_dataset_are_refused(tmp_path):
     refused(folder, "no regular file")
 
 
+@pytest.mark.slow
 def test_bytes_of_a_saved_dataset_are_validated_before_they_are_followed(tmp_path):
     """In a process of its own, as a place outside of the file can end it."""
     folder = saved(tmp_path / "set")

@@ -242,6 +242,7 @@ def test_a_text_that_pairs_would_cut_to_less_than_half_has_no_second_loss(tmp_pa
         f"--output_dir={tmp_path / 'out'}",
         "--dry_run",
         "--vocab_size=60",
+        "--global_batch_size=4",
     ]
     for objective, said in ("auto", "objective none"), ("nsp", f"rows of 128 hold {125 / 600:.0%} of the tokens"):
         assert main([*words, f"--objective={objective}"]) == 0 and said in capsys.readouterr().err

@@ -58,6 +58,7 @@ def test_names_that_begin_alike_are_written_at_once_into_folders_of_their_own(tm
     assert (tmp_path / names[2]).read_text() == names[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["out", LONG])
 def test_what_a_killed_process_left_is_deleted_by_the_next_one(tmp_path, name):
     code = "import os, sys; from pathlib import Path; from d2l_bert import folders\n"
