@@ -12,7 +12,7 @@ from urllib.parse import quote
 import jinja2
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from d2l_bert.folders import base_name, write_json
 from d2l_bert.messages import UserError, counted, explained
@@ -32,6 +32,7 @@ CARD_FILE = "README.md"
 RUN_FILE = "run_config.json"
 METRICS_FILE = "metrics.json"
 CURVES_FILE = "training_curves.png"
+WEIGHTS_FILE = "model.safetensors"
 RELEASE_FILE = "release.json"
 
 # The name of a picture in a model's folder.
@@ -40,7 +41,7 @@ PICTURE = r"\w[\w .-]*\.(png|jpg|svg)"
 # What a card with strange metadata, and a record with entries of strange types, raise where they are read.
 OF_CARDS = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError),
-    *(yaml.YAMLError, jinja2.TemplateError),
+    *(yaml.YAMLError, jinja2.TemplateError, SafetensorError),
 )
 
 # An id on the Hub: an owner's name, if it has one, and the repository's.
@@ -64,6 +65,9 @@ WRITING = {
     *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "report_to"),
     *("push_to_hub", "hub_model_id", "hub_private_repo"),
 }
+
+# Cards of this package have some 20,000 bytes. Those of others are searched by patterns whose time grows faster.
+LARGEST_CARD = 100_000
 
 # The Hub's task (`pipeline_tag`) of each head; it has none for others.
 PIPELINE_TAGS = {
@@ -191,7 +195,9 @@ def updated_card(folder: Path, new: str) -> str:
         folder: the files of the earlier run, as they are before they are replaced.
         new: the card of the new files.
     """
-    if not (folder / CARD_FILE).is_file():
+    # Without weights the folder is one in which a run was killed while it replaced the files: its card may belong to
+    # the files before or after, and what was edited cannot be told.
+    if not (folder / CARD_FILE).is_file() or not (folder / WEIGHTS_FILE).is_file():
         return new
     new_card, edited = ModelCard(new), read_card(folder)
     written = ModelCard(render_card(folder)) if (folder / "config.json").is_file() else new_card
@@ -392,10 +398,27 @@ def read_card(folder: Path, license: str | None = None) -> ModelCard:
         card = rendered_card(folder)
     else:
         with explained(f"{path}: cannot be read", "fix it, or delete it, and it is written again", *OF_CARDS):
-            card = ModelCard(path.read_text(encoding="utf-8-sig"))
+            if path.stat().st_size > LARGEST_CARD:
+                raise ValueError(f"it has more than {LARGEST_CARD:,} bytes")
+            text = path.read_text(encoding="utf-8-sig")
+            check_metadata(text)
+            card = ModelCard(text)
             card.data.to_yaml()  # metadata that cannot be written again
     card.data.license = license or card.data.license
     return card
+
+
+def check_metadata(text: str) -> None:
+    """
+    Refuse a card whose metadata hold references (YAML's aliases): a few lines of them stand for gigabytes.
+
+    Raises:
+        ValueError: they do, or they are no YAML.
+    """
+    metadata = re.match(r"---\r?\n(.*?)\r?\n---\s*(\n|$)", text, re.DOTALL)
+    for token in yaml.scan(metadata[1]) if metadata else ():
+        if isinstance(token, yaml.AliasToken):
+            raise ValueError(f"its metadata hold the reference *{token.value:.50}; write the values")
 
 
 def rendered_card(folder: Path, name: str | None = None) -> ModelCard:

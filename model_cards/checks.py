@@ -18,7 +18,7 @@ from d2l_bert.model_cards.config import check_license
 from d2l_bert.modeling import configuration_d2l_bert, conversion, export, modeling_d2l_bert
 from d2l_bert.modeling.records import Metrics, Release
 from d2l_bert.records import read_record
-from d2l_bert.tokenization.model_files import check_tokenizer_settings, check_within, read_config_file
+from d2l_bert.tokenization.model_files import ConfigFile, check_tokenizer_settings, check_within, read_config_file
 from d2l_bert.tokenization.wordpiece import pieces, stock_tokenizer
 
 
@@ -228,7 +228,7 @@ def check_card(folder: Path, license: str | None = None) -> None:
     with explained(path, "", UserError):
         for each in card.data.license if isinstance(card.data.license, list) else [card.data.license]:
             check_license(str(each))
-    classes = read_record(folder / "config.json").get("id2label", {}).values()
+    classes = (read_record(folder / "config.json", ConfigFile).get("id2label") or {}).values()
     for name, file in published_files(folder).items():
         if not name.endswith(WITHOUT_PATHS):
             refuse_paths(folder, file, classes)

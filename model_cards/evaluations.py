@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from d2l_bert import folders
-from d2l_bert.messages import UserError, writing
+from d2l_bert.messages import UserError, explained, writing
 from d2l_bert.model_cards import blimp as blimp_pairs
 from d2l_bert.model_cards import card as cards
 from d2l_bert.model_cards.figures import (
@@ -16,6 +16,7 @@ from d2l_bert.model_cards.figures import (
     evaluated_metrics,
 )
 from d2l_bert.model_cards.markdown import shown
+from d2l_bert.modeling.records import Metrics, RunRecord
 from d2l_bert.records import read_record
 
 
@@ -46,8 +47,17 @@ def check_updatable(name: str) -> None:
             f"update_card: {name} has no {cards.CARD_FILE}, and a {kind} model gets none; write one, or leave "
             f"update_card out"
         )
-    read_record(folder / cards.METRICS_FILE)
+    metrics = read_record(folder / cards.METRICS_FILE, Metrics)
+    way_out = f"put back the {cards.METRICS_FILE} that was written there, or take it out"
+    with explained(f"{folder / cards.METRICS_FILE}: cannot be shown on a card", way_out, *cards.OF_CARDS):
+        section_of(metrics)
+        cards.eval_results(metrics, read_record(folder / cards.RUN_FILE, RunRecord), None)
     cards.read_card(folder)
+
+
+def section_of(metrics: dict) -> str:
+    """The section of a card with the figures of `d2l-bert evaluate` in the content of metrics.json."""
+    return cards.TEMPLATES.get_template("EVALUATION.md").render(metrics=metrics)
 
 
 def update_folder(folder: Path, text: str | None, figures: dict | None, blimp: dict | None) -> None:
@@ -84,7 +94,7 @@ def _update(folder, text, figures, blimp):
         metrics = _replaced(metrics, rf"eval/{re.escape(name)}/minimal_pairs_\w+", _pair_figures(name, blimp))
     # An earlier version has given BLiMP's name to figures on any pairs.
     names = {BLIMP_NAME, *(metric.name for metric in (*evaluated_metrics(before), *evaluated_metrics(metrics)))}
-    section = cards.TEMPLATES.get_template("EVALUATION.md").render(metrics=metrics)
+    section = section_of(metrics)
     with writing(folder):
         folders.write_json(folder / cards.METRICS_FILE, metrics)
         card = cards.read_card(folder)

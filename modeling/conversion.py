@@ -70,7 +70,7 @@ def read_config(name: str) -> PreTrainedConfig:
         if not all(type(number) is int and number >= 1 for number in numbers):
             raise UserError(f"config.json: {field} must be a whole number of at least 1, got {value!r:.100}")
     for field, value in config.to_dict().items():
-        if field.endswith("eps") and not _is_within(value, 0, 10):
+        if field.endswith("eps") and not (_is_within(value, 0, 10) and value > 0):
             raise UserError(f"config.json: {field} must be a small number above 0, got {value!r:.100}")
         if "dropout" in field and value is not None and not _is_within(value, 0, 1):
             raise UserError(f"config.json: {field} must be a probability, got {value!r:.100}")
@@ -172,12 +172,15 @@ def check_computes(model: PreTrainedModel) -> None:
         ids = ids[None]
     try:
         with without_log_messages():
-            model.eval()(input_ids=ids)
+            outputs = model.eval()(input_ids=ids)
     except Exception as error:
         raise UserError(
             f"it cannot compute a text ({' '.join(str(error).split()):.150}); put back the config.json that was saved "
             f"with the weights"
         ) from None
+    for output in outputs.values():
+        if isinstance(output, torch.Tensor) and not output.isfinite().all():
+            raise UserError("what it computes of a text is not finite, its weights being too large; give others")
 
 
 def check_finite(model: PreTrainedModel) -> None:

@@ -64,10 +64,10 @@ def test_a_link_among_the_files_of_a_folder_is_refused(tmp_path):
         ("state.json", {"_data_files": [{"filename": "../x.arrow"}]}, "no file in this folder"),
         ("state.json", {"_data_files": [{"filename": "/dev/zero"}]}, "no file in this folder"),
         ("state.json", {"_data_files": [{"filename": 5}]}, "filename must be str"),
-        ("state.json", {"_data_files": {}}, "_data_files must be list"),
+        ("state.json", {"_data_files": {}}, "_data_files must be a list"),
         ("state.json", {}, "lacks the entry"),
         ("dataset_dict.json", {"splits": ["../other"]}, "no file in this folder"),
-        ("dataset_dict.json", {"splits": "train"}, "splits must be list"),
+        ("dataset_dict.json", {"splits": "train"}, "splits must be a list"),
     ],
 )
 def test_a_saved_dataset_names_files_of_its_folder_alone(file, content, said, tmp_path):

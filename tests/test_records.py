@@ -36,7 +36,9 @@ def test_a_record_of_the_declared_type_is_read_as_it_stands(tmp_path):
         ({}, "lacks the entry 'format'"),
         ({"format": 3}, "format must be"),
         ({"format": True}, "format must be"),
-        ({"format": 1, "parts": []}, "parts must be dict"),
+        ({"format": 1, "parts": []}, "parts must be an object"),
+        ({"format": 1, "parts": {"a": {"size": 10**400, "note": [1]}}}, "note must be str or null"),
+        ({"format": 1, "shares": [10**400]}, r"shares\[0\] must be float"),
         ({"format": 1, "parts": {"a": {}}}, "parts.a lacks the entry 'size'"),
         ({"format": 1, "parts": {"a": {"size": 1.5}}}, "parts.a.size must be int"),
         ({"format": 1, "parts": {"a": {"size": 1, "note": 7}}}, "parts.a.note must be"),
@@ -69,7 +71,7 @@ def test_a_pipe_a_device_and_a_link_to_nothing_are_no_records(tmp_path):
 
 def test_a_value_may_be_anything_only_where_that_is_declared():
     check_type({"a": [1, {"b": None}]}, object)
-    with pytest.raises(ValueError, match="must be str or None"):
+    with pytest.raises(ValueError, match="must be str or null"):
         check_type(1, str | None, "name")
 
 
@@ -95,6 +97,14 @@ def test_a_link_that_leaves_its_folder_is_refused_and_those_of_the_hub_s_cache_a
     (snapshot.parents[1] / "blobs" / "0a").write_text("")
     (snapshot / "config.json").symlink_to("../../blobs/0a")
     (snapshot / "stolen.json").symlink_to(secret)
+    (snapshot.parents[1] / "mine.json").write_text("")
+    (snapshot / "beside.json").symlink_to("../../mine.json")
     assert inside(snapshot, "config.json").is_file()
-    with pytest.raises(UserError, match="leads out of"):
-        inside(snapshot, "stolen.json")
+    for name in ("stolen.json", "beside.json"):
+        with pytest.raises(UserError, match="leads out of"):
+            inside(snapshot, name)
+
+
+def test_what_is_wrong_inside_of_a_list_is_named_where_the_entry_may_be_null(tmp_path):
+    with pytest.raises(ValueError, match=r"names\[1\] must be str, got 5"):
+        check_type(["a", 5], list[str] | None, "names")

@@ -58,11 +58,31 @@ def read_tokenizer(name: str, config) -> PreTrainedTokenizerBase:
         raise UserError(
             f"its tokenizer has {tokens} tokens and the model {config.vocab_size}; put back the model's own"
         )
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        make_plain(tokenizer, backend)
+        segments = getattr(config, "type_vocab_size", None) or 0
+        if segments > 1 and max(backend.encode("a", "b").type_ids, default=0) >= segments:
+            raise UserError(f"its tokenizer gives segments beyond the model's {segments}; put back the model's own")
     if getattr(config, "type_vocab_size", 2) == 1:
         # A model with one segment, such as AlephBERT, has no second number for a second text.
         names = [each for each in tokenizer.model_input_names if each != "token_type_ids"]
         tokenizer.model_input_names = names
     return tokenizer
+
+
+def make_plain(tokenizer: PreTrainedTokenizerBase, backend: Tokenizer) -> None:
+    """
+    Set what would make a model compute something else than it was trained on, or something else each time: padding on
+    the left, which shifts positions; merges that are left out at random; an unknown token without a name, which would
+    be scored as a word.
+    """
+    tokenizer.padding_side = "right"
+    if getattr(backend.model, "dropout", None):
+        backend.model.dropout = None
+    unknown = getattr(backend.model, "unk_token", None)
+    if tokenizer.unk_token is None and unknown is not None and unknown in tokenizer.get_vocab():
+        tokenizer.unk_token = unknown
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -227,7 +227,11 @@ def write_prepared_folder(text: PreparedText, folder: Path) -> None:
         if path.is_file()
     }
     for name in STORES:  # the copies may not be what was written into the cache
-        TokenizedCorpus(folder / name).check(len(text.tokenizer), _hashes_of(files, name), whole=False)
+        try:
+            TokenizedCorpus(folder / name).check(len(text.tokenizer), _hashes_of(files, name), whole=False)
+        except UserError:
+            cached_folder = getattr(text, name).folder
+            raise UserError(f"cache {cached_folder}: is damaged; delete it, and prepare the text again") from None
     record = {
         "format": PREPARED_FORMAT,
         "token_options": text.token_options,

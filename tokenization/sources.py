@@ -453,7 +453,7 @@ def saved_splits(folder: str) -> dict:
             raise ValueError(f"{beside}{DATASET_FILE} is missing")
         for name in ("dataset_info.json", *(file["filename"] for file in state["_data_files"])):
             path = inside(home, f"{beside}{name}")
-            if path.suffix == ".arrow":
+            if name != "dataset_info.json":  # whatever its name, Arrow maps it
                 _validate_arrow(path)
     found = datasets.load_from_disk(folder)
     return found if isinstance(found, datasets.DatasetDict) else {str(found.split or ""): found}
@@ -505,7 +505,7 @@ def dataset_builder(name: str, config: str | None, **options):
             refuse_link_outwards(path, Path(name))
             if not path.is_file():
                 raise ValueError(f"{file:.200} is no regular file")
-            if path.suffix == ".arrow":
+            if path.suffix == ".arrow" or builder.name == "arrow":
                 _validate_arrow(path)
     return builder
 

@@ -201,8 +201,8 @@ class TokenizedCorpus:
             self._refuse("document_starts.bin does not end with the number of sentences")
         if self.sentence_starts[0] != 0 or self.sentence_starts[-1] != len(self.ids):
             self._refuse("sentence_starts.bin does not end with the number of tokens")
-        if self.words_before[0] != 0:
-            self._refuse("words_before.bin does not begin with 0")
+        if self.words_before[0] != 0 or (documents and self.words_before[-1] < 1):
+            self._refuse("words_before.bin does not begin with 0, or counts no word")
         if ends != sorted(ends) or ends[-1] != documents:
             self._refuse(f"source_ends in {STORE_FILE} does not end with the number of documents")
 

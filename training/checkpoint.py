@@ -202,11 +202,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
         manifest = read_record(path / MANIFEST_FILE, Manifest)
         if not manifest:
             raise UserError(f"there is no {MANIFEST_FILE}")
-        check_hashes(path, manifest["sha256"], (STATE_FILE, WEIGHTS_FILE, OPTIMIZER_FILE, AVERAGE_FILE))
-        state = read_record(path / STATE_FILE, State)
-        for name in (STATE_FILE, WEIGHTS_FILE):
+        for name in (STATE_FILE, WEIGHTS_FILE, OPTIMIZER_FILE):
             if name not in manifest["sha256"]:
                 raise UserError(f"there is no {name}")
+        check_hashes(path, manifest["sha256"], (STATE_FILE, WEIGHTS_FILE, OPTIMIZER_FILE, AVERAGE_FILE))
+        state = read_record(path / STATE_FILE, State)
         check_state(state)
         return Checkpoint(path, state)
 
@@ -223,7 +223,10 @@ def check_hashes(path: Path, hashes: dict[str, str], read: tuple[str, ...] = ())
         UserError: a file is missing, is not as it was saved, or has no hash; or a name leads out of the folder.
     """
     for name, saved_hash in hashes.items():
-        if folders.content_hash(inside(path, name)) != saved_hash:
+        file = inside(path, name)
+        if not file.exists():
+            raise UserError(f"{name} is missing")
+        if folders.content_hash(file) != saved_hash:
             raise UserError(f"{name} is not as it was saved")
     for name in read:
         if name not in hashes and (path / name).exists():

@@ -258,6 +258,8 @@ class Learner:
         """
         way_out = "give another checkpoint-<step> folder"
         if not path.exists():
+            if is_whole:
+                raise UserError(f"{path}: is missing; {way_out}")
             return {}
         with explained(f"{path}: cannot be read", way_out, *READ_ERRORS, SafetensorError):
             tensors = load_file(path)
@@ -265,7 +267,7 @@ class Learner:
         for full_name, tensor in tensors.items():
             name, _, key = full_name.partition("|")
             shape = () if key == "step" else getattr(self.parameters.get(name), "shape", None)
-            if tensor.shape != shape or not tensor.is_floating_point() or not tensor.isfinite().all():
+            if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.isfinite().all():
                 raise UserError(f"{path}: {full_name!r:.100} is no tensor of this model; {way_out}")
             keys[name].add(key)
         for name, found in keys.items():

@@ -22,7 +22,7 @@ from accelerate.utils import gather_object
 from transformers.utils import logging as transformers_logging
 
 from d2l_bert import folders
-from d2l_bert.messages import GO_ON, is_out_of_memory, refuse_first, report
+from d2l_bert.messages import GO_ON, UserError, is_out_of_memory, refuse_first, report
 from d2l_bert.model_cards.config import check_license
 from d2l_bert.model_cards.publish import check_push, publish_run
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
@@ -173,6 +173,8 @@ def train(
             learner.load(resumed)
             state = resumed.state
             logger.info(f"going on from {resumed.path}")
+        if resumed and run.max_steps not in (None, state["max_steps"]):
+            raise UserError(f"{resumed.path}: is of a run of {state['max_steps']:,} steps; give --max_steps that")
         max_steps = state["max_steps"] if resumed else schedule.find_max_steps(run, text, learner, held_out, ranks)
         run = dataclasses.replace(run, max_steps=max_steps, num_train_epochs=None, max_minutes=None)
         with together():

@@ -65,9 +65,11 @@ def check_output_folder(run, folder: Path, start: str | None, is_finetuning: boo
             of another command; or a run that the options neither resume nor replace, or both, or that is finished and
             has no checkpoint to resume from.
     """
-    refuse_first({f"output_dir {folder}: is a file; name a folder": folder.is_file()})
+    if folder.is_file():
+        raise UserError(f"output_dir {folder}: is a file; name a folder")
     if not folder.is_dir():
         return
+    refuse_foreign_entries(folder)
     record = folder / card.RUN_FILE
     of_killed_runs = {folders.LOCK_FILE, folders.hidden(record).name, folders.lock_of(record).name}
     entries = {path.name for path in folder.iterdir()} - of_killed_runs
@@ -102,6 +104,21 @@ def check_output_folder(run, folder: Path, start: str | None, is_finetuning: boo
             f"holds a run; go on with --resume_from_checkpoint latest, {ways_out}": is_kept and not resumed,
         }
     refuse_first(cases, f"output_dir {folder}: ")
+
+
+def refuse_foreign_entries(folder: Path) -> None:
+    """
+    Refuse a run's folder with links, pipes or devices in it: a run that goes on there, or replaces it, would read,
+    write or delete what they lead to. No run makes any.
+
+    Raises:
+        UserError: the folder, or one in it, holds such an entry.
+    """
+    for place, folders_in_it, files in os.walk(folder):
+        for name in (*folders_in_it, *files):
+            path = Path(place, name)
+            if path.is_symlink() or not (path.is_dir() or path.is_file()):
+                raise UserError(f"output_dir {folder}: {path} is a link, a pipe or a device; take it out")
 
 
 def folder_of(run: PretrainConfig) -> Path:
@@ -309,7 +326,8 @@ def finish_folder(
         metrics = {**metrics, **held_out.variety(published, next(iter(pairs))), "predictions": predictions}
         folders.write_json(partial / card.RUN_FILE, record)
         folders.write_json(partial / card.METRICS_FILE, metrics)
-        text_of_card = card.updated_card(folder, card.render_card(partial, folder.resolve().name))
+        new_card = card.render_card(partial, folder.resolve().name)
+        text_of_card = card.updated_card(folder, new_card)
         (partial / card.CARD_FILE).write_text(text_of_card, encoding="utf-8")
     return held_out.report(folder, metrics, example, record["data"])
 

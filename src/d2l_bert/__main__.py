@@ -92,6 +92,11 @@ def _run(argv):
         if leaving.code != 2:
             raise
         code = 2  # another rank has shown the error
+    except BaseException as error:
+        # What the library tokenizers raises where its code in Rust gives up, as on a pattern without an end.
+        if type(error).__name__ != "PanicException":
+            raise
+        code = _show_error(arguments.name, messages.UserError(f"the tokenizer gave up ({error!s:.200}); give another"))
     if _is_connected():  # gloo's threads may still wait for other ranks, and would abort an ordinary exit of Python
         _flush_stdout()  # stderr is flushed at the end of every line
         os._exit(code)

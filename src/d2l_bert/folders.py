@@ -162,7 +162,7 @@ def _emptied(final, seconds=0):
     final.parent.mkdir(parents=True, exist_ok=True)
     in_use = f"{final}: another process is writing there; wait, or name another"
     with locked(lock_of(final), in_use, seconds):
-        shutil.rmtree(partial, ignore_errors=True)
+        _delete(partial)
         try:
             partial.mkdir()
             yield partial
@@ -444,6 +444,8 @@ def _is_whole(folder):
     if folder.is_symlink() or not folder.is_dir():
         return False
     try:
+        if not (folder / SEAL_FILE).is_file():  # a pipe would wait
+            return False
         seal = json.loads((folder / SEAL_FILE).read_text(encoding="utf-8"))
         if seal["name"] != folder.name:
             return False
@@ -465,8 +467,8 @@ def _marks(path):
 
 
 def _delete(path):
-    """Delete a folder of the cache, or what stands in its place. A process that has opened its files keeps them."""
+    """Delete a folder, or what stands in its place, if anything: a link, but not what it leads to; a pipe unread."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
-        path.unlink()
+        path.unlink(missing_ok=True)

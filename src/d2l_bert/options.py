@@ -4,9 +4,9 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import math
 import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Sequence
@@ -149,7 +149,10 @@ _VALUES = {
     int: ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
     float: (
         "a finite number",
-        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value),
+        # A whole number may be beyond what a float holds.
+        lambda value: (
+            isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+        ),
     ),
     str: ("a string", lambda value: isinstance(value, str)),
     list[str]: (

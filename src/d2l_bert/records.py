@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import sys
 import types
 import typing
 from pathlib import Path
@@ -56,8 +57,8 @@ def check_type(value: object, kind: object, place: str = "") -> None:
     Check a value that was read from JSON.
 
     Args:
-        kind: `str`, `int`, `float`, `bool`, `None`, `dict`, `list`, `object` for anything; a `TypedDict`, a union or a
-            `Literal`; a `list[...]` or `dict[str, ...]` of these.
+        kind: `str`, `int`, `float`, `bool`, `dict`, `list`, `object` for anything; a `TypedDict`, a union, also with
+            `None`, or a `Literal`; a `list[...]` or `dict[str, ...]` of these.
         place: where the value stands, such as `files.a.bin`, for the message.
 
     Raises:
@@ -68,6 +69,9 @@ def check_type(value: object, kind: object, place: str = "") -> None:
         _check_entries(value, kind, place)
     elif origin in (typing.Union, types.UnionType):
         if not any(_is_of(value, member) for member in members):
+            alike = [member for member in members if _is_of(value, _container(member))]
+            if alike:  # what is wrong stands inside of it
+                check_type(value, alike[0], place)
             _check_plain(value, members, place)
     elif origin is list:
         _check_plain(value, (list,), place)
@@ -97,13 +101,14 @@ def _check_plain(value, kinds, place):
         if typing.get_origin(kind) is typing.Literal:
             if any(value == one and type(value) is type(one) for one in typing.get_args(kind)):  # True == 1
                 return
-        elif kind is object or (kind is None and value is None):
+        elif kind is object:
             return
         elif isinstance(value, bool):  # which is an `int` of Python, but no number of JSON
             if kind is bool:
                 return
         elif kind is float and isinstance(value, int):
-            return
+            if abs(value) <= sys.float_info.max:
+                return
         elif isinstance(kind, type) and isinstance(value, kind):
             return
     names = " or ".join(_in_words(kind) for kind in kinds)
@@ -114,7 +119,15 @@ def _in_words(kind):
     """A type as a message names it: of a `Literal` its values."""
     if typing.get_origin(kind) is typing.Literal:
         return " or ".join(map(repr, typing.get_args(kind)))
-    return getattr(kind, "__name__", str(kind))
+    if typing.is_typeddict(kind):
+        return "an object"
+    kind = typing.get_origin(kind) or kind
+    return {dict: "an object", list: "a list", types.NoneType: "null"}.get(kind) or kind.__name__
+
+
+def _container(kind):
+    """`list` or `dict` for a type of lists or of objects; any other type as it is."""
+    return dict if typing.is_typeddict(kind) else typing.get_origin(kind) or kind
 
 
 def _is_of(value, kind):
@@ -158,6 +171,6 @@ def refuse_link_outwards(path: Path, folder: Path) -> None:
         UserError: the path leads out of the folder.
     """
     real, home = path.resolve(), folder.resolve()
-    repository = home.parent.parent if home.parent.name == "snapshots" else home
-    if not real.is_relative_to(home) and not real.is_relative_to(repository):
+    blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
+    if not real.is_relative_to(home) and not real.is_relative_to(blobs):
         raise UserError(f"{path}: is a link that leads out of {folder}; put the file itself there, or take it out")

@@ -209,12 +209,13 @@ def report_by_class(true, predicted, names: list[str]) -> dict:
     """
     # scikit-learn reads one column as classes 0 and 1.
     columns = range(len(names)) if len(names) > 1 else [1]
+    # scikit-learn has averages in the same dict: a class of the name of one, or of that with "(class)", gets another.
+    shown = [re.sub(r"^(accuracy|.* avg)((?: \(class\))*)$", r"\1\2 (class)", name) for name in names]
     return sklearn.metrics.classification_report(
         true,
         predicted,
         labels=columns if np.ndim(true) == 2 else names,
-        # scikit-learn has averages with such names in the same dict.
-        target_names=[f"{name} (class)" if name.endswith(" avg") or name == "accuracy" else name for name in names],
+        target_names=shown,
         output_dict=True,
         zero_division=0.0,
     )

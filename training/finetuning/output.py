@@ -237,10 +237,13 @@ def write_table(
         UserError: a column of a Parquet file has values of several kinds.
     """
     # Columns of the rows keep their names, also those that an earlier `predict` has left.
-    predicted = {
-        next(new for n in range(len(split.columns) + 1) if (new := name + n * " (predicted)") not in split.columns): of
-        for name, of in predicted.items()
-    }
+    taken, renamed = {*split.columns, *predicted}, {}
+    for name, values in predicted.items():
+        new = name
+        while new in split.columns or new in renamed or (new != name and new in taken):
+            new += " (predicted)"
+        renamed[new] = values
+    predicted = renamed
     as_json = functools.partial(json.dumps, ensure_ascii=False, default=str)  # dates become texts
     new_cells = zip(*predicted.values(), strict=True) if predicted else itertools.repeat(())
     if path.suffix == ".jsonl":

@@ -171,10 +171,11 @@ def check_model(name: str, record: RunRecord, task: Task, model, tokenizer) -> N
             f"{name}: run_config.json has max_seq_length {record['max_seq_length']}, and the model reads {most} "
             f"tokens at most; put back that of d2l-bert finetune"
         )
-    if task.classes and len(task.classes) != model.config.num_labels:
+    of_model = [model.config.id2label[number] for number in range(model.config.num_labels)]
+    if task.classes and task.classes != of_model:
         raise UserError(
-            f"{name}: run_config.json has {len(task.classes)} classes, and the model {model.config.num_labels}; put "
-            f"back that of d2l-bert finetune"
+            f"{name}: run_config.json has other classes than config.json, or another order of them; put back both as "
+            f"d2l-bert finetune wrote them"
         )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import sys
 from pathlib import Path
 from typing import NotRequired, TypedDict
@@ -13,6 +14,7 @@ from accelerate.utils import parse_flag_from_env
 from d2l_bert import folders, messages
 from d2l_bert.model_cards import publish
 from d2l_bert.model_cards.config import PublishConfig
+from d2l_bert.model_cards.figures import METRICS
 from d2l_bert.modeling import conversion
 from d2l_bert.records import read_record
 from d2l_bert.training import devices, log, run_folder
@@ -189,7 +191,7 @@ class Run:
         """
         folder, config, task = self.folder_of(rate, seed), self.config, self.task
         if (folder / RESULT_FILE).exists():
-            return self.finished(folder / RESULT_FILE)
+            return self.finished(folder / RESULT_FILE, rate, seed)
         checkpoint, before = devices.on_main(trainer.last_checkpoint, folder)
         arguments = self.arguments(rate, seed)
         callback, patience = trainer.Checkpoints(before), config.early_stopping_patience
@@ -231,17 +233,30 @@ class Run:
             logger.warning(f"{folder.name}: the training diverged (weights are not finite); it is left out")
         return devices.on_main(_keep, folder, model, result)
 
-    def finished(self, file: Path) -> dict:
+    def finished(self, file: Path, rate: float, seed: int) -> dict:
         """
         The result of a model that an earlier run has finished.
 
         Raises:
-            UserError: the file is not one that `attempt` writes.
+            UserError: the file is not one that `attempt` writes for this rate and seed.
         """
-        result = read_record(file, Result)
-        missing = [name for name in self.measured() if not isinstance(result.get(name), dict)]
-        if missing and not result.get("diverged"):
-            raise messages.UserError(f"{file}: has no figures of {missing[0]} rows; delete the file's folder")
+        result, way_out = read_record(file, Result), f"delete {file.parent}, and it is trained again"
+        if (result["learning_rate"], result["seed"]) != (rate, seed):
+            raise messages.UserError(f"{file}: is of another rate or seed; {way_out}")
+        for count in (result["steps"], result["best_step"], result["seconds"]):
+            if not 0 <= count < math.inf:
+                raise messages.UserError(f"{file}: has an impossible number of steps or seconds; {way_out}")
+        for row in result["log"]:
+            if type(row.get("step")) is not int or not all(map(_is_number, row.values())):
+                raise messages.UserError(f"{file}: its log has a row that is not one of numbers; {way_out}")
+        if result.get("diverged"):
+            return result
+        for split in self.measured():
+            measured = result.get(split, {})
+            for name in (*self.task.metrics_shown, "loss"):
+                is_share = name in METRICS and METRICS[name][1] == "%"
+                if not _is_number(measured.get(name)) or (is_share and not 0 <= measured[name] <= 1):
+                    raise messages.UserError(f"{file}: has no {name} of the {split} rows that can be; {way_out}")
         return result
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -278,3 +293,10 @@ def _keep(folder, model, result):
     folders.write_json(folder / RESULT_FILE, result)
     delete_old(checkpoints(folder))
     return read_record(folder / RESULT_FILE, Result)
+
+
+def _is_number(value) -> bool:
+    """Whether a value of JSON is a number that a float holds, or NaN."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return isinstance(value, float) or abs(value) <= sys.float_info.max

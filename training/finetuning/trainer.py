@@ -236,7 +236,7 @@ class TaskTrainer(transformers.Trainer):
 
     def __init__(self, task: Task, model, arguments: transformers.TrainingArguments, tokenizer, **options):
         # Rows are padded to a multiple of 8, as GPUs want them, unless the last one is beyond the model's positions.
-        multiple = 8 if conversion.longest_input(model, tokenizer) % 8 in (0, conversion.NO_LIMIT % 8) else None
+        multiple = 8 if conversion.longest_input(model, tokenizer) % 8 == 0 else None  # without a limit, too
         collator = task.collator(tokenizer, pad_to_multiple_of=multiple)
         super().__init__(model, arguments, data_collator=collator, **options)
         self.task = task

@@ -86,6 +86,8 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
                 first, what = vectors, f"{source}: the column {VECTOR!r} holds no vectors of one size"
                 with messages.explained(what, "rename the column", ValueError, TypeError):
                     vectors = torch.tensor([row.get(VECTOR) for row in cells], dtype=torch.float32)
+                if not vectors.isfinite().all():
+                    raise messages.UserError(f"{source}: a vector in column {VECTOR!r} is not finite; compute it anew")
                 is_same = vectors.shape[1:] == first.shape[1:] and torch.allclose(vectors[:1], first, 1e-2, 1e-3)
                 messages.refuse_first(
                     {
