@@ -309,24 +309,15 @@ def table_of_runs(models: Sequence[masked_models.MaskedModel], results: list[dic
         they are; and of each figure the mean, and the standard deviation (n - 1) if there are several seeds.
     """
     groups: dict[object, dict[object, MeasuredRun]] = {}
-    seen = set()  # hashes of weights
     for number, (model, name, measured) in enumerate(zip(models, names_apart(models), results, strict=True)):
         metrics = read_record(Path(model.name, card.METRICS_FILE), Metrics)
         seed = model.record.get("run", {}).get("seed")
         is_finished_run = "run" in model.record and bool(metrics)
         group = identity_but_seed(model) if is_finished_run else number
-        weights = weights_hash(model.name) if is_finished_run else None
-        if seed in groups.get(group, {}) or weights in seen:
+        if seed in groups.get(group, {}):
             group = number  # the same run again is no further seed
-        if is_finished_run:
-            seen.add(weights)
         groups.setdefault(group, {})[seed] = MeasuredRun(name, {**measured, "run": metrics})
     return [_row_of(list(runs.values())) for runs in groups.values()]
-
-
-def weights_hash(folder: str) -> str:
-    """A hash of the files of a model's weights."""
-    return folders.short_hash([folders.content_hash(file) for file in sorted(Path(folder).glob("model*.safetensors"))])
 
 
 def names_apart(models: Sequence[masked_models.MaskedModel]) -> list[str]:
