@@ -1,6 +1,7 @@
 """Pictures: training_curves.png, the losses and metrics of a run over its steps; and a confusion matrix."""
 
 import math
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -124,7 +125,8 @@ def plot_confusion(true, predicted, names: list[str], rows_name: str, path: Path
         figure = Figure(figsize=(side, side), layout="constrained")
         panel = figure.subplots()
         title = f"Confusion matrix on {rows_name}: {len(true):,} labels, accuracy {share:.1%}"
-        panel.set_title(title, fontsize=10, wrap=True)
+        # Some ten letters an inch. matplotlib's own wrapping reads two $ as mathematics, whatever `AS_TEXT` says.
+        panel.set_title(textwrap.fill(title, round(10 * side)), fontsize=10)
         ConfusionMatrixDisplay.from_predictions(
             true,
             predicted,

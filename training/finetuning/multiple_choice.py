@@ -50,7 +50,11 @@ class MultipleChoice(tasks.Task):
         if len(columns) == 1:
             choices = tasks.json_in(choices[0], columns[0])
             if isinstance(choices, dict):  # as in CommonsenseQA and ARC
-                choices, names = choices.get("text"), [str(name) for name in choices.get("label") or []]
+                names = choices.get("label") or []
+                choices = choices.get("text")
+                if not isinstance(names, list) or (isinstance(choices, list) and len(names) not in (0, len(choices))):
+                    raise ValueError(f"{places[0]} has not one label for each of its choices; correct them")
+                names = [str(name) for name in names]
             if not tasks.is_filled(choices):
                 raise tasks.EmptyText(f"{places[0]} is empty; write a list of choices, or take the row out")
             if not isinstance(choices, list):

@@ -163,7 +163,7 @@ def answers_in(value: object, column: str) -> list[tuple[str, int]]:
     with explained(
         f"column {column!r} has no answers in SQuAD's form",
         'write {"text": ["..."], "answer_start": [0]}',
-        *(KeyError, TypeError, ValueError),
+        *(KeyError, TypeError, ValueError, OverflowError),
     ):
         if isinstance(value, dict):  # as the Hub has them
             return [(str(text), int(start)) for text, start in zip(value["text"], value["answer_start"], strict=True)]

@@ -131,8 +131,10 @@ def _json_rows(text) -> Iterator[dict]:
     # A character in place of half a one: answers begin where they did.
     content = json.loads(tables.HALF_CHARACTER.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], text))
     for entry in content["data"] if isinstance(content, dict) else content:
+        if not isinstance(entry, dict):
+            raise TypeError(f"{entry!r:.50} is no object")
         if "paragraphs" not in entry:
-            yield {**entry}  # a TypeError if it is no object
+            yield dict(entry)
         for paragraph in entry.get("paragraphs", []):
             shared = {"title": entry.get("title", ""), "context": paragraph["context"], "id": ""}
             yield from ({**shared, **question} for question in paragraph["qas"])

@@ -223,7 +223,7 @@ class Task:
             named: all names in their order, if the dataset or its publishers give it.
             least: the fewest classes; of one alone there is nothing to learn.
         """
-        are_numbers = all(re.fullmatch(r"[+-]?\d+", name) for name in found)
+        are_numbers = all(re.fullmatch(r"[+-]?\d{1,18}", name) for name in found)
         by_number = sorted(found, key=lambda name: (int(name) if are_numbers else 0, name))
         self.classes = [name for name in named if name in found] if named else by_number
         refuse_first(

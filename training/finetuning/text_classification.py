@@ -65,7 +65,7 @@ class TextClassification(TextTask):
         if not tasks.is_filled(value):
             return None
         name = tasks.name_of(value, self.label, split.class_names.get(self.label))
-        return self.known[int(name)] if name.isdecimal() and int(name) < len(self.known) else name
+        return self.known[int(name)] if re.fullmatch(r"\d{1,9}", name) and int(name) < len(self.known) else name
 
     def learn(self, train):
         found = {row.label for row in train.rows} - {None}
