@@ -33,7 +33,7 @@ def test_a_run_s_folder_with_links_or_pipes_is_refused(tmp_path, place, kind):
 
 
 def test_a_fine_tuning_that_goes_on_deletes_nothing_behind_a_link(trained, tmp_path):
-    rows = rows_of(12, 0)
+    rows = list(rows_of(12, 0))
     options = [*file_options(tmp_path, train=rows), "--validation_share=0", "--max_steps=1", "--task=classification"]
     finetune(trained, tmp_path / "out", *options)
     precious = tmp_path / "victim" / "model" / "precious"
@@ -55,7 +55,7 @@ def test_a_fine_tuning_that_goes_on_deletes_nothing_behind_a_link(trained, tmp_p
     ],
 )
 def test_figures_of_an_attempt_that_cannot_be_are_one_line(trained, tmp_path, fails, change, said):
-    rows = rows_of(12, 0)
+    rows = list(rows_of(12, 0))
     options = [*file_options(tmp_path, train=rows, validation=rows), "--max_steps=1", "--task=classification"]
     finetune(trained, tmp_path / "out", *options)
     (file,) = (tmp_path / "out").glob("attempts/*/result.json")
