@@ -59,6 +59,9 @@ def test_closed_streams_are_no_bug(trained, tmp_path):
 
 @pytest.mark.slow
 def test_a_working_folder_that_is_gone_is_one_line(trained, tmp_path):
+    """By the command's own script: `python -m` imports Transformers first, which asks for the working folder."""
     (tmp_path / "gone").mkdir()
-    said, code = run(f'rmdir {tmp_path / "gone"}; "$@"', "fill-mask", trained, "a [MASK]", cwd=tmp_path / "gone")
+    script = Path(sys.executable).with_name("d2l-bert")
+    line = f"rmdir {tmp_path / 'gone'}; {script} fill-mask {trained} 'a [MASK]'"
+    said, code = run(line, cwd=tmp_path / "gone")
     assert code == 2 and "working folder" in said and "Traceback" not in said
