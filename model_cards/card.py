@@ -150,7 +150,7 @@ def _rendered(folder, name, parameters):
         base_model=base_model,
         base_model_relation="finetune" if is_tuned and base_model else None,
         eval_results=eval_results(metrics, record, pipeline_tag) or None,
-        # The metadata hold texts as they are, and so none with characters that nobody would see there.
+        # Texts stand in the metadata unescaped: those with invisible characters are left out.
         widget=[{"text": each["text"]} for each in examples if not HIDDEN.search(each["text"])] or None,
     )
     return TEMPLATES.get_template("FINETUNED.md" if is_tuned else "TEMPLATE.md").render(

@@ -521,7 +521,7 @@ def _(hidden_states, weight, bias, labels):
 
 def _keep_gradients(ctx, inputs, output):
     ctx.save_for_backward(*output[1:])
-    ctx.set_materialize_grads(False)  # what nobody differentiates has the gradient None
+    ctx.set_materialize_grads(False)  # a gradient that is not asked for is None, not zeros
 
 
 def _scaled_gradients(ctx, scale, *of_gradients):

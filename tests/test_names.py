@@ -85,7 +85,7 @@ def test_a_name_is_plain_text_wherever_it_stands_on_a_card(contents_of, facts, p
     content = card_of(place, contents_of(facts, name), name)
     metadata, page = page_of(content, PICTURES)
     assert metadata["model-index"][0]["name"] == shown(name)
-    # In the title, a table, a caption and an evaluation: as it is, but for what nobody would see.
+    # In the title, a table, a caption and an evaluation: as it is, but for invisible characters.
     least = 5 if shown(name).strip() else 0
     assert page.text.count(shown(name)) >= least, content
     assert set(local_pictures(content)) <= set(PICTURES)

@@ -1,4 +1,4 @@
-"""Texts that nobody expects: pipes, devices, links, depth, lines without an end, thousands of files."""
+"""Unusual texts: pipes, devices, links, depth, lines without an end, thousands of files."""
 
 import gzip
 import json

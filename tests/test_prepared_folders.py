@@ -36,7 +36,7 @@ def sha256(path):
 
 
 def sign(folder, record):
-    """Compute all hashes anew, as whoever tampers with a folder can; what is no longer there is left as it is."""
+    """Compute the hashes of all files anew, as an attacker can; those of missing files stay."""
     for store in ("train", "held_out"):
         file = folder / store / "store.json"
         content = json.loads(file.read_text())

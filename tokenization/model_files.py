@@ -279,7 +279,7 @@ def panics_explained() -> Iterator[None]:
             sys.stderr.flush()
         try:
             stderr = os.dup(2)
-        except OSError:  # closed by whoever started this process
+        except OSError:  # stderr is closed
             stderr = None
         else:
             os.dup2(said.fileno(), 2)

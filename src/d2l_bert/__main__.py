@@ -38,7 +38,7 @@ The help of one command: d2l-bert pretrain --help; all of its options: d2l-bert 
 """
 
 
-# As a shell gives it for a program that SIGPIPE has ended: nobody reads its output any more.
+# The exit code that a shell gives for a program that SIGPIPE has ended: the reader of its output has left.
 READER_IS_GONE = 141
 
 
@@ -149,7 +149,7 @@ def _flush_stdout():
 
 
 def _is_reader_gone():
-    """Whether nobody reads stdout any more. Windows has no `poll`: an error of a pipe is taken for one of stdout."""
+    """Whether the reader of stdout has left. Windows has no `poll`: an error of a pipe is taken for one of stdout."""
     if not hasattr(select, "poll"):
         return True
     watched = select.poll()
@@ -161,7 +161,7 @@ def _is_reader_gone():
 
 
 def _say(line):
-    """Print a line to stderr, if somebody reads that."""
+    """Print a line to stderr; nothing if stderr is closed."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr)
 

@@ -343,14 +343,14 @@ def is_own(folder):
         owners = {folder.lstat().st_uid, folder.stat().st_uid}
         if owners == {os.geteuid()}:
             return True
-        # Some shares name one owner for all files, whoever wrote them: that of a new file, too.
+        # Some network drives report one owner for all files. A new file then has that owner, too.
         with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as new:
             return owners == {os.fstat(new.fileno()).st_uid}
     return False
 
 
 def _closed(folder):
-    """The folder, closed to other users if it exists; a file system without permissions leaves it as it is."""
+    """Close a folder to other users, if it exists and its file system has permissions; returns the folder."""
     with contextlib.suppress(OSError):
         if stat.S_IMODE(folder.stat().st_mode) & 0o077:
             folder.chmod(0o700)

@@ -1,4 +1,4 @@
-"""What strangers' files did when they were tried: each is refused in one line, or shown as it is."""
+"""Files of strangers that once did harm or ended a command: each is refused in one line, or shown as it is."""
 
 import json
 import os
