@@ -12,6 +12,7 @@ from conftest import SMALL
 from finetuning import finetune, rows_of
 from hub_cards import ID
 from hypothesis import given, settings
+from markdown_it import MarkdownIt
 from test_card import FILES, tuned_facts
 from text_sources import write_table
 
@@ -238,3 +239,9 @@ def test_names_stay_in_their_place_through_all_commands(name, trained, books, tm
             assert str(tmp_path).encode() not in file.read_bytes()
     made = {path for path in tmp_path.rglob("*") if path not in before}
     assert all(path.is_relative_to(tmp_path / "made") or path == table for path in made - {tmp_path / "made"})
+
+
+def test_a_block_of_code_holds_what_looks_like_its_own_end():
+    text = "d2l-bert pretrain\n```\n<img src=x>\n````"
+    tokens = MarkdownIt().parse(fenced("bash", text))
+    assert [(token.type, token.content) for token in tokens] == [("fence", f"{text}\n")]
