@@ -46,14 +46,16 @@ def hidden(path: Path) -> Path:
     name = path.name
     if len(os.fsencode(name)) > LONGEST_NAME:
         name = f"{name[:40]}-{short_hash(name)}"
-    return path.with_name(f".{name}.part")
+    return path.with_name(f".{name}{HIDDEN_SUFFIX}")
 
 
 def lock_of(path: Path) -> Path:
     """The lock that a process holds while it writes to the hidden folder of `path`."""
     folder = hidden(path)
-    return folder.with_name(f"{folder.name}.lock")
+    return folder.with_name(folder.name.removesuffix(HIDDEN_SUFFIX) + LOCK_SUFFIX)
 
+
+HIDDEN_SUFFIX, LOCK_SUFFIX = ".part", ".part.lock"
 
 # In bytes; a file system takes 255. A character of UTF-8 has up to four.
 LONGEST_NAME = 200
