@@ -82,9 +82,13 @@ class ReportedMetric(NamedTuple):
 MLM = ("fill-mask", "Masked language modeling")
 PAIRS = {key: ("text-classification", task.name.capitalize()) for key, task in PAIR_TASKS.items()}
 
+# The MLM loss on held-out text before the first step, of a run that did not begin with random weights.
+INITIAL_LOSS = "eval_initial_mlm_loss"
+
 # The figures on a text, by their keys in metrics.json without `eval_`.
 ON_A_TEXT = {
     "mlm_loss": ReportedMetric("MLM loss", "", "nats", "loss", MLM),
+    INITIAL_LOSS.removeprefix("eval_"): ReportedMetric("MLM loss before the first step", "", "nats", "loss"),
     "perplexity": ReportedMetric("MLM perplexity", "", "", "perplexity", MLM),
     "mlm_accuracy": ReportedMetric("MLM accuracy", "", "%", "accuracy", MLM),
     "mlm_top_5_accuracy": ReportedMetric("MLM top-5 accuracy", "", "%", "accuracy", MLM),

@@ -110,9 +110,10 @@ class PretrainConfig(TextConfig):
         metavar="MODEL",
         common=True,
     )
-    attention_init: Literal["normal", "neighbours"] = option(
+    attention_init: Literal["normal", "neighbours", "bigrams"] = option(
         "normal",
-        "start of the attention: random as in BERT, or heads that look at the tokens before and after",
+        "start of the attention: random as in BERT, or heads that look at the tokens before and after; bigrams: with "
+        "embeddings and heads that know from the text which tokens stand side by side",
         OPTIMIZER,
     )
     max_steps: int | None = option(None, "optimizer steps", LENGTH, within="[1, 2147483647]", common=True)

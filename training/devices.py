@@ -16,7 +16,13 @@ import torch._functorch.config
 import torch.fx.experimental._config
 from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list, gather_object, parse_flag_from_env
+from accelerate.utils import (
+    GradientAccumulationPlugin,
+    broadcast,
+    broadcast_object_list,
+    gather_object,
+    parse_flag_from_env,
+)
 from huggingface_hub.utils.tqdm import progress_bar_states
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -129,6 +135,13 @@ def main_first(function: Callable, *arguments):
     result = on_main(function, *arguments, share_result=False)
     with together():
         return result if PartialState().is_main_process else function(*arguments)
+
+
+def share_weights(model, accelerator: Accelerator) -> None:
+    """Give every process the weights that the model has in the main process."""
+    if accelerator.num_processes > 1:
+        for tensor in model.state_dict().values():
+            tensor.copy_(broadcast(tensor.to(accelerator.device)))
 
 
 def shut_down(accelerator: Accelerator) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from d2l_bert.messages import counted
-from d2l_bert.model_cards.figures import formatted, has_collapsed, own_metrics
+from d2l_bert.model_cards.figures import INITIAL_LOSS, formatted, has_collapsed, own_metrics
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.pair_tasks import PairTask, pair_task, unit
 from d2l_bert.tokenization.sources import PYTHON_DOCS
@@ -308,14 +308,15 @@ def token_entropy(text) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def advice(metrics: dict, train_words: int) -> str:
+def advice(metrics: dict, train_words: int, is_fresh: bool = True) -> str:
     """
     What to change, in one line, if the encoder has collapsed, or the run took many passes over a small text, or has
-    learnt little; else nothing.
+    learnt little beyond what it began with; else nothing.
 
     Args:
         metrics: the content of metrics.json.
         train_words: the number of words in the training text.
+        is_fresh: whether the run did not start from a saved model. One that did may well change it by little.
     """
     if has_collapsed(metrics):
         return (
@@ -331,6 +332,12 @@ def advice(metrics: dict, train_words: int) -> str:
             f"(--max_steps), or dropout (--hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1)"
         )
     loss, entropy = metrics["eval_mlm_loss"], metrics["eval_token_entropy"]
+    began_with = metrics.get(INITIAL_LOSS, entropy)
+    if is_fresh and began_with < entropy and loss > LITTLE_LEARNT * began_with:
+        return (
+            f"the model has learnt {'little' if loss < began_with else 'nothing'} itself: the bigrams that it started "
+            f"from give an MLM loss of {began_with:.2f} nats; train longer (--max_minutes or --max_steps)"
+        )
     if loss > LITTLE_LEARNT * entropy:
         return (
             f"the model has learnt {'little more' if loss < entropy else 'less'} than how frequent each token is, "
@@ -339,7 +346,7 @@ def advice(metrics: dict, train_words: int) -> str:
     return ""
 
 
-def report(folder, metrics: dict, example: str, data: dict) -> str:
+def report(folder, metrics: dict, example: str, record: dict) -> str:
     """
     The text that a run prints at its end: metrics, an example, filled masks, how to load the model, perhaps a note.
 
@@ -347,9 +354,9 @@ def report(folder, metrics: dict, example: str, data: dict) -> str:
         folder: the run's folder.
         metrics: the content of metrics.json.
         example: what `show_example` returned.
-        data: the entry of that name in run_config.json.
+        record: the content of run_config.json.
     """
-    task = pair_task(metrics)
+    task, data = pair_task(metrics), record["data"]
     units = unit(task)
     chance = f"; {task.short} has a loss of 0.693 nats and an accuracy of 50% by chance" if task else ""
     figures = "\n".join(
@@ -359,7 +366,7 @@ def report(folder, metrics: dict, example: str, data: dict) -> str:
         f"  {filled['text']}\n    " + "  ".join(f"{best['label']} ({best['score']:.2f})" for best in filled["output"])
         for filled in metrics["predictions"]
     )
-    note = advice(metrics, data["train_words"])
+    note = advice(metrics, data["train_words"], is_fresh=record["run"]["init_from"] is None)
     note_line = f"\n\nNote: {note}" if note else ""
     return f"""
 What it learnt, on {metrics[f"eval_{units}"]:,} held-out {units} with {metrics["eval_masked_tokens"]:,} masked tokens \

@@ -46,7 +46,7 @@ def make_model(architecture: D2lBertConfig, run: PretrainConfig, tokenizer, is_r
         model = start_from(run, architecture, tokenizer)
     else:
         model = _class_of(run)._from_config(architecture, attn_implementation=run.attn_implementation)
-    if run.attention_init == "neighbours":
+    if run.attention_init != "normal":
         look_at_neighbours(model)
     if run.gradient_checkpointing:
         model.activation_checkpointing_enable()
@@ -91,15 +91,20 @@ def look_at_neighbours(model, generator: torch.Generator | None = None) -> None:
     first = bert.encoder.layer[0].attention
     for head, rows in enumerate(torch.arange(hidden_size).split(first.head_size)):
         nn.init.normal_(query := torch.empty(len(rows), hidden_size), std=hidden_size**-0.5, generator=generator)
-        shift = waves if head % 2 else -waves
-        sines, cosines = query[:, 0::2], query[:, 1::2]
         first.query.weight[rows] = query
-        first.key.weight[rows] = interleave(
-            sines * shift.cos() + cosines * shift.sin(), cosines * shift.cos() - sines * shift.sin()
-        )
+        first.key.weight[rows] = rotated(query, waves if head % 2 else -waves)
     for block in bert.encoder.layer:
         for linear in (block.attention.value, block.attention.output):
             nn.init.normal_(linear.weight, std=0.7 * hidden_size**-0.5, generator=generator)
+
+
+def rotated(query: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """
+    The key matrix (R, 2C) with which a query matrix (R, 2C) finds the position whose sinusoids have turned on by these
+    angles (C,).
+    """
+    sines, cosines = query[:, 0::2], query[:, 1::2]
+    return interleave(sines * angles.cos() + cosines * angles.sin(), cosines * angles.cos() - sines * angles.sin())
 
 
 def interleave(even: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:

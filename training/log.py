@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 
 from d2l_bert import folders
 from d2l_bert.messages import GO_ON, READ_ERRORS, explained, launched_rank, refuse_first, writing
+from d2l_bert.model_cards.figures import INITIAL_LOSS
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.pair_tasks import PAIR_TASKS, pair_task, unit
 from d2l_bert.records import check_type
@@ -258,6 +259,11 @@ class RunLog:
         """The result of the last evaluation, if it was after the last step; else nothing."""
         rows = (row for row in self.rows if kind_of(row) == "held_out" and row["step"] == self.step)
         return {name: value for row in rows for name, value in row.items() if name != "step"}
+
+    def initial_metrics(self) -> dict:
+        """The MLM loss before the first step, by its name in metrics.json, if it was measured."""
+        rows = (row for row in self.rows if kind_of(row) == "held_out" and row["step"] == 0)
+        return {INITIAL_LOSS: row["eval_mlm_loss"] for row in rows}
 
     def speed(self) -> dict[str, float]:
         """

@@ -29,6 +29,7 @@ from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.pair_tasks import PAIR_TASKS, unit
 from d2l_bert.tokenization.prepared_folder import PreparedText, corpus_is_prepared
 from d2l_bert.training import checkpoint, devices, initialize, run_folder, schedule
+from d2l_bert.training.bigram_start import start_from_bigrams
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data.batches import Ranks, with_objective
 from d2l_bert.training.data.order import START
@@ -165,6 +166,9 @@ def train(
     torch.manual_seed(run.seed)
     with together():
         model = initialize.make_model(architecture, run, tokenizer, resumed is not None)
+    if run.attention_init == "bigrams" and not resumed:
+        on_main(start_from_bigrams, model, run, text, share_result=False)
+        devices.share_weights(model, accelerator)
     learner = Learner(accelerator, model, run)
     with devices.compiled_blocks(learner.model, run.torch_compile), contextlib.ExitStack() as stack:
         state = {"step": 0, "cursor": START}
@@ -218,7 +222,8 @@ def train(
         made = load(steps, start, cursor, run.dataloader_num_workers, lambda: bool(stop.received_signal))
         loaded = stack.enter_context(contextlib.closing(made))
         # The figures of the model that the run starts from; or those that a signal has kept an earlier run from.
-        is_due = "evaluate" in schedule.due_after(run, start) if start else run.init_from is not None
+        knows_already = run.init_from is not None or run.attention_init == "bigrams"
+        is_due = "evaluate" in schedule.due_after(run, start) if start else knows_already
         if is_due and not log.held_out_metrics():
             evaluate()
         log.clock_start = time.monotonic()
@@ -264,6 +269,7 @@ def train(
     model = learner.full_model(averaged=True)
     metrics = {
         **log.held_out_metrics(),
+        **log.initial_metrics(),
         **on_main(log.speed),
         "train_words_seen": words.seen,
         "eval_token_entropy": token_entropy(text),

@@ -331,7 +331,7 @@ def finish_folder(
         new_card = card.render_card(partial, folder.resolve().name)
         text_of_card = card.updated_card(folder, new_card)
         (partial / card.CARD_FILE).write_text(text_of_card, encoding="utf-8")
-    return held_out.report(folder, metrics, example, record["data"])
+    return held_out.report(folder, metrics, example, record)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
