@@ -15,8 +15,8 @@ if x and y are independent given w. The model begins as this formula, with a str
 - The MLM head's hidden layer is the identity: a bias carries all values through the activation, and LayerNorm takes it
   off. All feed-forward layers, and the attention of the blocks after the first, begin with an output of 0.
 
-Nothing is frozen: all weights are trained. To begin with word vectors of word2vec or GloVe as embeddings is older; it is
-the first half of this, without the heads that read them.
+Nothing is frozen: all weights are trained. To begin with word vectors of word2vec or GloVe as embeddings is older; it
+is the first half of this, without the heads that read them.
 """
 
 import contextlib

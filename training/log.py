@@ -262,8 +262,8 @@ class RunLog:
 
     def initial_metrics(self) -> dict:
         """The MLM loss before the first step, by its name in metrics.json, if it was measured."""
-        rows = (row for row in self.rows if kind_of(row) == "held_out" and row["step"] == 0)
-        return {INITIAL_LOSS: row["eval_mlm_loss"] for row in rows}
+        first = next((row for row in self.rows if kind_of(row) == "held_out"), {"step": None})
+        return {INITIAL_LOSS: first["eval_mlm_loss"]} if first["step"] == 0 else {}
 
     def speed(self) -> dict[str, float]:
         """

@@ -7,8 +7,8 @@ information of the two (PMI: Church and Hanks, 1990) is
 
 where n(x w) is how often w stood after x, e(x w) how often it would by chance, and d smooths both. Its leading
 directions are word vectors (Levy and Goldberg, 2014). The matrix of V times V is never made: it is the sum of
-log(1 + n(x w) / d), which is 0 for tokens that never stood side by side, and of -log(1 + e(x w) / d), a smooth function
-of log n(x) + log n(w) alone.
+log(1 + n(x w) / d), which is 0 for tokens that never stood side by side, and of -log(1 + e(x w) / d), a smooth
+function of log n(x) + log n(w) alone.
 """
 
 from collections.abc import Iterable
