@@ -190,7 +190,8 @@ def _offsets(sorted_numbers, entries):
 def _sparse_product(matrix, factor):
     """The product (V, K) of a sparse matrix, as `WeightedPmi` has it, and a dense one (V, K)."""
     offsets, numbers, values = matrix
-    return F.embedding_bag(numbers, factor, offsets, mode="sum", per_sample_weights=values)
+    # `contiguous`, as the rows of what `qr` gives are not, and then this takes six times as long.
+    return F.embedding_bag(numbers, factor.contiguous(), offsets, mode="sum", per_sample_weights=values)
 
 
 def _between_nodes(counts):
