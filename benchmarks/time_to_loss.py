@@ -1,13 +1,13 @@
 """
 Minutes from token ids to a held-out MLM loss: ours, beside stock BERT of the same shape under Transformers' Trainer.
 
-    d2l-bert prepare --recipe tiny-sentences --corpus DIR/train --validation_corpus DIR/valid --output_dir text
-    python -m benchmarks.time_to_loss ours --text text --steps 150 300 600 1200 --record found.jsonl
-    python -m benchmarks.time_to_loss trainer --text text --rows grouped blocks lines --rate 1e-3 2e-3 --batch 32 64 \
+    python -m benchmarks.time_to_loss ours --books DIR --steps 150 300 600 1200 --record found.jsonl
+    python -m benchmarks.time_to_loss trainer --books DIR --rows grouped blocks lines --rate 1e-3 2e-3 --batch 32 64 \
         --steps 2000 --record found.jsonl
     python -m benchmarks.time_to_loss show --record found.jsonl --targets 4.5 4.0 3.75 --picture time_to_loss.png
 
-Both read the same token ids, and are measured on the same held-out sentences with the same masks. Each run is a whole
+DIR/train and DIR/valid are folders of text files; they are tokenized before the first run, and that takes no minutes of
+any. Both read the same token ids, and are measured on the same held-out sentences with the same masks. Each run is a whole
 one, whose rate has fallen to 0 when its time is taken: the middle of a long schedule is not a result. A contestant
 reaches a loss in the minutes of its shortest run that has it. Runs are added to the record; those in it are not made
 again.
@@ -46,10 +46,11 @@ RECIPE, LENGTH = "tiny-sentences", 128
 ROWS = ("blocks", "lines", "grouped")
 
 
-def options_of(text: str):
-    """The architecture and the options of the recipe on a prepared text, and the text."""
+def options_of(books: Path):
+    """The architecture and the options of the recipe on these books, and their text."""
     architecture, run = RECIPES[RECIPE]()
-    run = dataclasses.replace(run, corpus=[text], torch_compile=False)
+    texts = {"corpus": [str(books / "train")], "validation_corpus": [str(books / "valid")], "language": "en"}
+    run = dataclasses.replace(run, torch_compile=False, **texts)
     prepared = prepare_with_tokenizer(run)
     return architecture, dataclasses.replace(run, **prepared.token_options), prepared
 
@@ -58,9 +59,9 @@ def options_of(text: str):
 # Contestants
 
 
-def run_ours(text: str, steps: int, seed: int, **changes) -> dict:
+def run_ours(books: Path, steps: int, seed: int, **changes) -> dict:
     """The minutes and the loss of one run."""
-    architecture, run, _ = options_of(text)
+    architecture, run, _ = options_of(books)
     with tempfile.TemporaryDirectory() as folder:
         options = {"max_steps": steps, "seed": seed, "eval_steps": steps, "save_steps": steps, **changes}
         run = dataclasses.replace(run, output_dir=f"{folder}/model", **options)
@@ -93,9 +94,9 @@ def rows_of(text, kind: str) -> list[dict]:
     return rows
 
 
-def run_trainer(text: str, kind: str, rate: float, batch: int, steps: int, seed: int, in_bf16: bool) -> dict:
+def run_trainer(books: Path, kind: str, rate: float, batch: int, steps: int, seed: int, in_bf16: bool) -> dict:
     """The minutes and the loss of one run."""
-    architecture, run, prepared = options_of(text)
+    architecture, run, prepared = options_of(books)
     torch.manual_seed(seed)
     config = BertConfig(
         vocab_size=len(prepared.tokenizer),
@@ -207,7 +208,7 @@ def show(runs: list[dict], targets: list[float], picture: Path | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.strip().partition("\n")[0])
     parser.add_argument("contestant", choices=("ours", "trainer", "show"))
-    parser.add_argument("--text", help="a prepared folder")
+    parser.add_argument("--books", type=Path, metavar="DIR")
     parser.add_argument("--record", type=Path, required=True, help="a JSONL file of all runs")
     parser.add_argument("--steps", type=int, nargs="+", default=[])
     parser.add_argument("--seed", type=int, default=1)
@@ -222,11 +223,11 @@ def main() -> None:
     if given.contestant == "ours":
         for steps in given.steps:
             settings = {"steps": steps, "seed": given.seed, "attention_init": given.attention_init}
-            make(given.record, "ours", settings, run_ours, given.text)
+            make(given.record, "ours", settings, run_ours, given.books)
     elif given.contestant == "trainer":
         for kind, rate, batch, steps in itertools.product(given.rows, given.rate, given.batch, given.steps):
             settings = {"kind": kind, "rate": rate, "batch": batch, "steps": steps, "seed": given.seed}
-            make(given.record, "trainer", {**settings, "in_bf16": given.bf16}, run_trainer, given.text)
+            make(given.record, "trainer", {**settings, "in_bf16": given.bf16}, run_trainer, given.books)
     else:
         show(known_runs(given.record), given.targets, given.picture)
 
