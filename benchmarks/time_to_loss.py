@@ -6,9 +6,9 @@ Minutes from token ids to a held-out MLM loss: ours, beside stock BERT of the sa
         --steps 2000 --record found.jsonl
     python -m benchmarks.time_to_loss show --record found.jsonl --targets 4.5 4.0 3.75 --picture time_to_loss.png
 
-DIR/train and DIR/valid are folders of text files; they are tokenized before the first run, and that takes no minutes of
-any. Both read the same token ids, and are measured on the same held-out sentences with the same masks. Each run is a whole
-one, whose rate has fallen to 0 when its time is taken: the middle of a long schedule is not a result. A contestant
+DIR/train and DIR/valid are folders of text files. They are tokenized before the first run, which takes minutes of no
+contestant. Both read the same token ids, and are measured on the same held-out sentences with the same masks. Each run
+is a whole one, whose rate has fallen to 0 when its time is taken: the middle of a long schedule is not a result. A contestant
 reaches a loss in the minutes of its shortest run that has it. Runs are added to the record; those in it are not made
 again.
 
