@@ -213,6 +213,8 @@ def load(
         while not ahead.empty():  # the thread may wait for a free place
             ahead.get()
         thread.join(JOIN_SECONDS)
+        for worker in workers:
+            worker.join(JOIN_SECONDS)
         if handler:
             signal.signal(signal.SIGCHLD, handler)
 
