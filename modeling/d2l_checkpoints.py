@@ -5,13 +5,14 @@ cannot express is refused, never approximated.
 """
 
 import json
+import zipfile
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from d2l_bert.messages import READ_ERRORS, UserError, explained, refuse_first
+from d2l_bert.messages import READ_ERRORS, UserError, explained, refuse_first, shortened
 from d2l_bert.tokenization.wordpiece import pieces
 
 from .configuration_d2l_bert import D2lBertConfig
@@ -58,7 +59,7 @@ def read_d2l(path: str | Path) -> dict[str, torch.Tensor]:
         The weights by their names in the `BERTModel`, which may have been wrapped in `DataParallel`.
 
     Raises:
-        UserError: there is no such file, or the file is not a state dict.
+        UserError: there is no such file, the file is not a state dict, or its weights have more bytes than the file.
     """
     path = Path(path, "pretrained.params") if Path(path).is_dir() else Path(path)
     way_out = "run the net on one batch, and save it with torch.save(net.state_dict(), path)"
@@ -66,6 +67,8 @@ def read_d2l(path: str | Path) -> dict[str, torch.Tensor]:
         raise UserError(f"it is not a PyTorch state dict of tensors (No such file: {path}); {way_out}")
     # Pickled code, a truncated file, whole models and MXNet's format raise different exceptions. PyTorch's words for
     # them advise to run the code.
+    if zipfile.is_zipfile(path):
+        _refuse_packed(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:
@@ -74,7 +77,39 @@ def read_d2l(path: str | Path) -> dict[str, torch.Tensor]:
         raise UserError(
             f"it is not a PyTorch state dict of tensors (damaged, or other objects; code is never run); {way_out}"
         )
-    return {str(name).removeprefix("module."): value for name, value in state.items()}
+    state = {str(name).removeprefix("module."): value for name, value in state.items()}
+    _check_bytes(state, path.stat().st_size)
+    return state
+
+
+def _refuse_packed(path):
+    """Refuse a file that PyTorch has not written, in which a few bytes may be unpacked to gigabytes of zeros."""
+    try:
+        with zipfile.ZipFile(path) as opened:
+            unpacked = sum(entry.file_size for entry in opened.infolist())
+    except (OSError, ValueError, zipfile.BadZipFile):
+        return  # PyTorch cannot read it either
+    if unpacked > path.stat().st_size:
+        raise UserError(f"it is packed, to {unpacked:,} bytes of weights; give the file that torch.save wrote")
+
+
+# How many times the bytes of the weights may be in the file: a net may hold a weight under two names.
+MOST_NAMES = 2
+
+
+def _check_bytes(state, size):
+    """
+    Hold the weights against the bytes of their file, before any is copied: a view of one number, repeated, has any
+    shape.
+    """
+    needed = 0
+    for name, value in state.items():
+        needed += value.numel() * value.element_size()
+        if needed > MOST_NAMES * size:
+            raise UserError(
+                f"{shortened(name, 200)} has more numbers than the file holds ({size:,} bytes); save the net's own "
+                f"weights, which are no views of others"
+            )
 
 
 def from_d2l(

@@ -8,8 +8,8 @@ variables that send them to this Hub:
         assert "README.md" in hub.files("someone/bert")
 
 Models have commits, branches, tags and pull requests. All files come in the commit itself: large file storage and Xet
-are missing, and so are datasets, Spaces and merges. A request for a missing feature is answered with 501, which no
-client retries. The tests cannot prove that the public Hub still gives the same answers.
+are missing, and so are Spaces and merges; datasets can only be read. A request for a missing feature is answered with
+501, which no client retries. The tests cannot prove that the public Hub still gives the same answers.
 """
 
 import base64
@@ -128,6 +128,11 @@ class LocalHub:
         """Stop serving. The store keeps its contents."""
         self.server.shutdown()
         self.server.server_close()
+
+    def add_dataset(self, name, files: dict[str, bytes]):
+        """Put a public dataset of one commit on the Hub; its name is that of no model."""
+        repository = self.repositories[name] = Repository(name, private=False)
+        repository.commit("refs/heads/main", None, files, "initial commit")
 
     def files(self, repo_id, revision="main") -> dict[str, bytes]:
         return self.repositories[repo_id].at(revision).files
@@ -294,8 +299,8 @@ def create_ref(hub, request, headers, repo, kind, rev):
     repo.refs[ref] = repo.at("main" if kind == "branch" else rev).sha
 
 
-@route("GET", "/api/models/{repo}/revision/{rev}")
-@route("GET", "/api/models/{repo}")
+@route("GET", "/api/(?:models|datasets)/{repo}/revision/{rev}")
+@route("GET", "/api/(?:models|datasets)/{repo}")
 def information(hub, request, headers, repo, rev="main"):
     commit = repo.at(rev)
     card = read_card(commit.files.get("README.md", b"").decode())[0]
@@ -304,8 +309,8 @@ def information(hub, request, headers, repo, rev="main"):
     return {**told, **described, "siblings": [{"rfilename": path} for path in sorted(commit.files)]}
 
 
-@route("GET", "/api/models/{repo}/tree/{rev}")
-@route("GET", "/api/models/{repo}/tree/{rev}/{path}")
+@route("GET", "/api/(?:models|datasets)/{repo}/tree/{rev}")
+@route("GET", "/api/(?:models|datasets)/{repo}/tree/{rev}/{path}")
 def tree(hub, request, headers, repo, rev, path=None):
     """A row for every file of a commit; no tests ask for those of a folder."""
     if path:
@@ -314,7 +319,14 @@ def tree(hub, request, headers, repo, rev, path=None):
     return [{"type": "file", "oid": git_hash(data), "size": len(data), "path": name} for name, data in rows]
 
 
-@route("GET", "/{repo}/resolve/{rev}/{path}")
+@route("POST", "/api/datasets/{repo}/paths-info/{rev}")
+def paths(hub, request, headers, repo, rev):
+    """A row for each of the files that the request names and that are there."""
+    named = [unquote(path) for path in parse_qs(request.body.decode()).get("paths", [])]
+    return [row for row in tree(hub, request, headers, repo, rev) if row["path"] in named]
+
+
+@route("GET", "/(?:datasets/)?{repo}/resolve/{rev}/{path}")
 def resolve(hub, request, headers, repo, rev, path):
     """A file's content. The public Hub redirects to another server for large files."""
     commit = repo.at(rev)

@@ -123,3 +123,14 @@ def test_a_cache_of_another_user_is_said_and_not_read(kind, books, home, tmp_pat
     os.chown(cache_folder(), 12345, 12345)
     with pytest.raises(UserError, match="another user; set HF_HOME"):
         prepare(TextConfig(corpus=[str(books)], vocab_size=300))
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become another user")
+def test_a_home_that_another_user_has_closed_is_answered_with_the_way_out(home):
+    home.mkdir(mode=0o700)
+    os.seteuid(12345)
+    try:
+        with pytest.raises(UserError, match="Permission denied.* set HF_HOME to another folder"):
+            write_once(cache_folder() / "tokens-1", lambda path: None)
+    finally:
+        os.seteuid(0)

@@ -5,6 +5,7 @@ import os
 import pickle
 import sys
 import types
+import zipfile
 
 import pytest
 import torch
@@ -239,6 +240,33 @@ class Trap:
 
     def __reduce__(self):
         return (os.system, (f"touch {self.path}",))
+
+
+def test_weights_that_few_bytes_stand_for_are_refused_before_they_are_copied(tmp_path, fails):
+    """A view that repeats one number is a matrix of any size; the file holds the number."""
+    few = torch.zeros(1).expand(10**6, 10**6)
+    changed_weight = changed(encoder__token_embedding__weight=few)
+    torch.save(changed_weight, tmp_path / "state.pt")
+    said = fails("convert", tmp_path / "state.pt", tmp_path / "out", "--from=d2l", "--num_attention_heads=3")
+    assert "encoder.token_embedding.weight has more numbers than" in said
+
+
+def test_weights_that_share_their_bytes_many_times_are_refused(tmp_path, fails):
+    state = book_state()
+    state |= {f"more.{number}": state["encoder.token_embedding.weight"] for number in range(100)}
+    torch.save(state, tmp_path / "state.pt")
+    said = fails("convert", tmp_path / "state.pt", tmp_path / "out", "--from=d2l", "--num_attention_heads=3")
+    assert "more numbers than" in said
+
+
+def test_a_packed_file_of_weights_is_refused_before_it_is_unpacked(tmp_path, fails):
+    torch.save(changed(encoder__token_embedding__weight=torch.zeros(10_000, 12)), tmp_path / "whole.pt")
+    packing = {"mode": "w", "compression": zipfile.ZIP_DEFLATED}
+    with zipfile.ZipFile(tmp_path / "whole.pt") as whole, zipfile.ZipFile(tmp_path / "a.pt", **packing) as packed:
+        for entry in whole.infolist():
+            packed.writestr(entry.filename, whole.read(entry))
+    said = fails("convert", tmp_path / "a.pt", tmp_path / "out", "--from=d2l", "--num_attention_heads=3")
+    assert "it is packed" in said
 
 
 @pytest.mark.parametrize("name", ["whole.pt", "mxnet.params", "cut.pt", "text.pt"])

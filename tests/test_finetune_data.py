@@ -4,15 +4,19 @@ import contextlib
 import json
 import shutil
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import wrong_rows
-from finetuning import file_options, finetune, load, read_csv, rows_of
+from finetuning import file_options, finetune, load, read_csv, rows_of, saved
 from text_sources import write_table
 from transformers import AutoTokenizer
 
 from d2l_bert import D2lBertForSequenceClassification
+from d2l_bert.messages import UserError
 from d2l_bert.records import read_record
+from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.trainer import make_model, read_start
@@ -451,3 +455,54 @@ def test_a_finished_run_is_replaced_or_gets_further_seeds(finished, command, tra
         ),
     ):
         assert said in fails("finetune", trained, *words, f"--output_dir={folder}", go_on)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows are held in memory
+
+
+ROWS = {"text": [f"A text of some words, {number}." for number in range(40)], "label": ["yes", "no"] * 20}
+
+
+def test_of_parquet_the_columns_that_a_run_needs_are_read_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "LONGEST_CELL", 1000)
+    files = {split: tmp_path / f"{split}.parquet" for split in ("train", "validation", "test")}
+    for file in files.values():
+        pq.write_table(pa.table({**ROWS, "picture": [b"x" * 5000] * 40}), file)
+    _, splits = load(
+        files["train"], "text-classification", validation_file=str(files["validation"]), validation_share=None
+    )
+    assert [(len(split.rows), split.columns) for split in splits.values()] == [(40, ["text", "label"])] * 2
+    with pytest.raises(UserError, match="test.parquet: row 1: column 'picture'"):  # it stands beside the predictions
+        load(files["train"], "text-classification", test_file=str(files["test"]))
+
+
+def test_columns_of_parquet_are_looked_at_before_its_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "MOST_MEMORY", 100)  # no row is read, or this would be said
+    pq.write_table(pa.table({"body": ROWS["text"], "label": ROWS["label"]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="train_file a.parquet: no column 'text'; it has 'body', 'label'"):
+        load(tmp_path / "a.parquet", "text-classification")
+
+
+def test_the_rows_of_all_splits_are_bounded_together(tmp_path, monkeypatch):
+    pq.write_table(pa.table(ROWS), tmp_path / "a.parquet")
+    write_table(tmp_path / "b.csv", [dict(zip(ROWS, row, strict=True)) for row in zip(*ROWS.values(), strict=True)])
+    monkeypatch.setattr(tables, "MOST_MEMORY", 30_000)
+    load(tmp_path / "a.parquet", "text-classification")
+    load(tmp_path / "b.csv", "text-classification")
+    with pytest.raises(UserError, match="validation_file b.csv: .*in memory"):
+        load(
+            tmp_path / "a.parquet",
+            "text-classification",
+            validation_file=str(tmp_path / "b.csv"),
+            validation_share=None,
+        )
+
+
+def test_the_rows_of_a_dataset_are_bounded(tmp_path, monkeypatch):
+    rows = [dict(zip(ROWS, row, strict=True)) for row in zip(*ROWS.values(), strict=True)]
+    folder = saved(tmp_path / "set", train=rows)
+    assert len(load(None, "text-classification", dataset=folder)[1]["train"].rows) == 40
+    monkeypatch.setattr(tables, "MOST_MEMORY", 10_000)
+    with pytest.raises(UserError, match="dataset .*set, split train: row .*in memory"):
+        load(None, "text-classification", dataset=folder)

@@ -50,6 +50,57 @@ def test_a_card_names_files_of_its_folder_alone(target, tmp_path):
     refused(tmp_path / "set", "leads out of|no regular file|cannot be read")
 
 
+ADDRESS = "http://192.0.2.1/a.txt"  # that of no machine (RFC 5737)
+CARDS_OF_ADDRESSES = {
+    "README.md": CARD.format(ADDRESS),
+    ".huggingface.yaml": f"configs:\n- config_name: default\n  data_files: [{ADDRESS}]\n",
+    "README.md, in a list": CARD.format(f"[sub/a.txt, 'zip://a.txt::{ADDRESS}']"),
+    "README.md, as a folder": f"---\nconfigs:\n- config_name: default\n  data_dir: {ADDRESS}\n---\n",
+}
+
+
+@pytest.mark.parametrize("card", CARDS_OF_ADDRESSES)
+def test_a_card_that_names_an_address_is_refused_before_it_is_asked(card, tmp_path, monkeypatch):
+    write_files(tmp_path, {"set/sub/a.txt": "Text.", f"set/{card.partition(',')[0]}": CARDS_OF_ADDRESSES[card]})
+
+    def ask(*_, **__):
+        raise AssertionError("asked")
+
+    monkeypatch.setattr("datasets.data_files.resolve_pattern", ask)
+    refused(tmp_path / "set", "names http|names zip")
+
+
+@pytest.fixture
+def datasets_here(here, monkeypatch):
+    """The local Hub as that of the library `datasets`, too."""
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", here.endpoint)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    return here
+
+
+@pytest.mark.parametrize("target", ["/{}/secret.txt", "../../../../../../../..{}/secret.txt", "file://{}/secret.txt"])
+def test_a_dataset_on_the_hub_names_no_file_of_this_machine(target, tmp_path, datasets_here):
+    write_files(tmp_path, {"secret.txt": "A key."})
+    card = CARD.format(target.format(tmp_path)).encode()
+    datasets_here.add_dataset("someone/set", {"README.md": card, "a.txt": b"Text."})
+    refused("someone/set", "`data_files`|a file of this machine")
+    assert any("someone/set" in request.path for request in datasets_here.requests)
+
+
+def test_a_dataset_on_the_hub_that_names_its_own_files_is_read(datasets_here):
+    datasets_here.add_dataset("someone/own", {"README.md": CARD.format("a.txt").encode(), "a.txt": b"Text."})
+    assert texts(dataset_source("someone/own")) == [["Text."]]
+
+
+@pytest.mark.parametrize("name", ["csv", "json", "pandas", "parquet", "text", "imagefolder", "arrow"])
+def test_a_reader_of_the_library_is_no_dataset(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused(name, f"'{name}' is a format")
+    write_files(tmp_path, {f"{name}/a.txt": "Text."})
+    refused(name, f"'{name}' is a format.*./{name}")
+    assert texts(dataset_source(f"./{name}")) == [["Text."]]
+
+
 def test_a_link_among_the_files_of_a_folder_is_refused(tmp_path):
     write_files(tmp_path, {"secret.txt": "A key.", "set/a.txt": "Text."})
     (tmp_path / "set" / "b.txt").symlink_to("../secret.txt")

@@ -3,10 +3,13 @@
 import gzip
 import json
 import os
+import random
 import subprocess
 import sys
 import time
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from promises.driving import PEOPLE
 from text_sources import lines_of, texts, write_files
@@ -186,3 +189,70 @@ def test_a_header_of_many_columns_is_read_in_a_moment(tmp_path):
     with pytest.raises(UserError) as refusal:
         lines_of(str(tmp_path / "a.csv"), "nowhere")
     assert len(str(refusal.value)) < 800 and time.monotonic() - start < 5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cells and rows that a small file holds many times
+
+
+def write_parquet(file, **columns):
+    """A Parquet file, whose equal cells are stored once."""
+    pq.write_table(pa.table(columns), file, compression="zstd")
+
+
+@pytest.mark.parametrize("cell", ["x" * 2000, ["x" * 2000], b"x" * 5000])
+def test_a_cell_of_any_length_is_refused_with_its_row(cell, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "LONGEST_CELL", 1000)
+    write_parquet(tmp_path / "a.parquet", text=["a"] * 3, other=[None, None, cell])
+    with pytest.raises(UserError, match="row 3: column 'other' has more than 1,000 characters"):
+        read_file(str(tmp_path / "a.parquet"), "train_file")
+
+
+def test_a_cell_is_measured_in_characters(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "LONGEST_CELL", 1000)
+    write_parquet(tmp_path / "a.parquet", text=["é" * 1000, None, "b" * 1000])
+    assert lines_of(str(tmp_path / "a.parquet")) == ["é" * 1000, "", "b" * 1000]
+
+
+def test_rows_are_unpacked_one_by_one_where_a_file_packs_much_into_little(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "LARGE_CHUNK", 1000)
+    rng = random.Random(0)
+    write_parquet(tmp_path / "packed.parquet", text=["x" * 50_000] * 40)
+    write_parquet(tmp_path / "usual.parquet", text=[rng.randbytes(500).hex() for _ in range(40)])
+    numbers = []
+    whole = pq.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        pq.ParquetFile, "iter_batches", lambda table, rows, **how: numbers.append(rows) or whole(table, rows, **how)
+    )
+    for name in ("packed.parquet", "usual.parquet"):
+        assert len(lines_of(str(tmp_path / name))) == 40
+    assert numbers == [1, 16]
+
+
+def test_a_row_of_csv_over_many_lines_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "LONGEST_LINE", 1000)
+    cell = "x\n" * 300
+    write_files(tmp_path, {"a.csv": f'text,other\na,b\n"{cell}","{cell}"\n'})
+    with pytest.raises(UserError, match="line 3: .*more than 1,000 characters"):
+        lines_of(str(tmp_path / "a.csv"))
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.json", "a.txt", "a.conll", "a.parquet"])
+def test_rows_that_are_held_all_at_once_are_bounded_together(name, tmp_path, monkeypatch):
+    texts = [f"A text of some words, {number}." for number in range(1000)]
+    rows = [{"text": text} for text in texts]
+    files = {
+        "a.csv": "text,other\n" + "".join(f'"{text}",a\n' for text in texts),
+        "a.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+        "a.json": json.dumps(rows, indent=1),
+        "a.txt": "\n".join(texts),
+        "a.conll": "\n".join("word TAG\n" for _ in texts),
+    }
+    if name == "a.parquet":
+        write_parquet(tmp_path / name, text=texts)
+    else:
+        write_files(tmp_path, {name: files[name]})
+    assert len(read_file(str(tmp_path / name), "train_file").rows) == 1000
+    monkeypatch.setattr(tables, "MOST_MEMORY", 50_000)
+    with pytest.raises(UserError, match=f"{name}.*in memory.*fewer rows"):
+        read_file(str(tmp_path / name), "train_file")

@@ -2,10 +2,13 @@
 
 import itertools
 import os
+import signal
 import threading
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from d2l_bert.messages import UserError
 from d2l_bert.tokenization import prepare
@@ -210,9 +213,18 @@ def _exit():
         (_exit, UserError, "exit code 3"),
     ],
 )
-def test_an_error_in_a_worker_is_not_called_too_little_memory(fail, kind, words):
+def test_an_error_in_a_worker_is_not_called_too_little_memory(fail, kind, words, monkeypatch):
+    """Also where the program has used another `DataLoader`, which leaves a handler that raises when a process ends."""
+    before = signal.getsignal(signal.SIGCHLD)
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)  # PyTorch sets its handler once
+    for numbers in DataLoader(range(2), num_workers=1):
+        assert numbers.tolist() in ([0], [1])
+    assert (handler := signal.getsignal(signal.SIGCHLD)) != signal.SIG_DFL
+    loaded = load(FailingSteps(fail), num_workers=1)
     with pytest.raises(kind, match=words):
-        next(load(FailingSteps(fail), num_workers=1))
+        next(loaded)
+    assert signal.getsignal(signal.SIGCHLD) is handler
+    signal.signal(signal.SIGCHLD, before)
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, TypedDict
 
 import pyarrow as pa
+import yaml
 
 from d2l_bert.folders import base_name, cache_folder, content_hash, is_own, write_once
 from d2l_bert.messages import UserError, counted, explained, shortened, standard_input
@@ -480,10 +481,16 @@ def dataset_builder(name: str, config: str | None, **options):
     dataset on the Hub a file of this machine.
 
     Raises:
-        ValueError: it does.
+        ValueError: it does; or the name is one of the formats that the library `datasets` reads, of which it would
+            read the working folder.
     """
     import datasets
+    from datasets import packaged_modules
 
+    if name in packaged_modules._PACKAGED_DATASETS_MODULES:
+        raise ValueError(f"{name!r} is a format of files, and no dataset; a folder of this name is ./{name}")
+    if Path(name).is_dir():
+        _refuse_addresses(Path(name))
     builder = datasets.load_dataset_builder(name, config, **options)
     cache = Path(builder.cache_dir)
     if os.name != "nt" and not is_own(cache):
@@ -508,6 +515,36 @@ def dataset_builder(name: str, config: str | None, **options):
             if path.suffix == ".arrow" or builder.name == "arrow":
                 _validate_arrow(path)
     return builder
+
+
+def _refuse_addresses(folder):
+    """
+    Refuse a folder whose card names an address, which the library would ask before it says what it has found.
+
+    Raises:
+        ValueError: it does, or the card cannot be read.
+    """
+    from datasets import config
+    from huggingface_hub import DatasetCard
+
+    cards = []
+    if (folder / config.REPOCARD_FILENAME).is_file():
+        cards.append(DatasetCard.load(folder / config.REPOCARD_FILENAME, ignore_metadata_errors=True).data.to_dict())
+    if (folder / config.REPOYAML_FILENAME).is_file():
+        cards.append(yaml.safe_load((folder / config.REPOYAML_FILENAME).read_text(encoding="utf-8")))
+    waiting = [card.get("configs") for card in cards if isinstance(card, dict)]
+    seen = set()  # in YAML a part may stand for another, a million times
+    while waiting:
+        part = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, dict):
+            waiting.extend(part.values())
+        elif isinstance(part, list):
+            waiting.extend(part)
+        elif isinstance(part, str) and ("://" in part or "::" in part):
+            raise ValueError(f"its card names {part:.200}, which is not in the folder")
 
 
 def _open_dataset(name, config, split, streaming):

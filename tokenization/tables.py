@@ -9,12 +9,15 @@ import json
 import logging
 import os
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet
 
 from d2l_bert.messages import READ_ERRORS, UserError, explained, shortened
@@ -54,6 +57,20 @@ BYTE_ORDER_MARKS = {
 
 BEGINNING = 1 << 22  # bytes that show what the lines of a file are
 LONGEST_CELL = 1 << 26  # characters; a quote that is not closed makes the rest of a CSV file one cell
+
+# Parquet stores equal cells once, and packs them: 2 kB may hold a row of 64 MB a million times. A part of a column is
+# unpacked row by row if it has more than so many bytes, and is so many times smaller in the file (texts are 3 to 6
+# times smaller). Other files are read 16 rows at a time, which takes a twentieth of the time for rows of a sentence.
+LARGE_CHUNK = 1 << 24
+USUAL_PACKING = 20
+PARQUET_ROWS = 16
+
+# The most bytes of rows that are held in memory all at once, as those of a fine-tuning are, counted as Python holds
+# them. Few public data sets have more than half of this; their features take several times as much as the rows.
+MOST_MEMORY = 1 << 31
+
+# A value in a text of JSON takes at least so many bytes of memory, and one or two characters.
+BYTES_OF_A_VALUE = 64
 
 # The most characters of a line that are in memory at once: a packed file of a megabyte may hold a line of a gigabyte.
 # A longer line that is a row of a table, or a text by itself, is refused; a longer line of a text is read in pieces.
@@ -242,7 +259,7 @@ def text_rows(file: Path, column: str, separator: str = "auto", all_cells: bool 
     Raises:
         UserError: the file cannot be read, is damaged or is not UTF-8, or has no such column of text.
     """
-    rows = table_rows(file, None if all_cells else column, separator)
+    rows = table_rows(file, None if all_cells else [column], separator)
     return texts_in(rows, column, explained(file, "", *READ_ERRORS))
 
 
@@ -267,10 +284,26 @@ def texts_in(
                 )
             names |= row
             yield text or "", row
-        _check_columns(list(names), column)
+        _check_columns(list(names), [column])
 
 
-def table_rows(file: Path, column: str | None = None, separator: str = "auto") -> Iterator[tuple[str, dict]]:
+def parquet_columns(file: Path) -> list[str]:
+    """
+    The names of the columns of a Parquet file, of which nothing else is read; [] of an empty file.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    with explained("cannot be read", "repair the file, or leave it out", OSError, pa.ArrowException):
+        if not file.stat().st_size:
+            return []
+        with pa.OSFile(os.fsencode(file)) as opened:
+            return pa.parquet.read_schema(opened).names
+
+
+def table_rows(
+    file: Path, columns: Sequence[str] | None = None, separator: str = "auto"
+) -> Iterator[tuple[str, dict]]:
     """
     The rows of a table, each with its place: the line at which it begins, of Parquet the number of the row.
 
@@ -279,13 +312,14 @@ def table_rows(file: Path, column: str | None = None, separator: str = "auto") -
     Args:
         file: a table, read as `file_kind` says: JSONL (an object a line), CSV and TSV (the first line has the names of
             the columns), or Parquet. A TSV file has no quotes: a tab or the end of a line ends a cell.
-        column: the column that will be used, so that others need not be read; None for all.
+        columns: those that will be used, so that others need not be read; None for all.
         separator: between the cells of a line: `,`, `;`, `tab` or `pipe`. `auto` is the tab in TSV; in CSV it is the
             one that a first line such as `sep=;` gives, as Excel writes it, or that stands most often in the first
             line, and is logged if it is not the comma. Rows of several cells are left out if all are empty.
 
     Raises:
-        ValueError: the file is damaged or has no such column; the message says in which line and what to do.
+        ValueError: the file is damaged, has no such column, or a cell or a row that is too long; the message says in
+            which line and what to do.
     """
     kind = file_kind(file)
     with explained(
@@ -294,14 +328,117 @@ def table_rows(file: Path, column: str | None = None, separator: str = "auto") -
         if kind == "jsonl":
             yield from few_columns(_json_rows(file))
         elif kind != "parquet":
-            yield from _cell_rows(file, column, separator, kind == "tsv")
+            yield from _cell_rows(file, columns, separator, kind == "tsv")
         elif file.stat().st_size:
-            # Pages are read as they are needed, and few rows at once: a row may be some MB.
-            with pa.parquet.ParquetFile(pa.OSFile(os.fsencode(file)), pre_buffer=False, buffer_size=1 << 20) as table:
-                _check_columns(table.schema_arrow.names, column)
-                batches = table.iter_batches(16, columns=None if column is None else [column])
-                rows = (row for batch in batches for row in batch.to_pylist())
-                yield from ((f"row {number:,}", row) for number, row in enumerate(rows, 1))
+            yield from _parquet_rows(file, columns)
+
+
+def _parquet_rows(file, columns):
+    """The rows of a Parquet file."""
+    number = 0
+    # Pages are read as they are needed, and few rows at once: a row may be some MB.
+    with pa.parquet.ParquetFile(pa.OSFile(os.fsencode(file)), pre_buffer=False, buffer_size=1 << 20) as table:
+        _check_columns(table.schema_arrow.names, columns)
+        for batch in table.iter_batches(_rows_at_once(table.metadata, columns), columns=columns):
+            is_large = batch.nbytes > LONGEST_CELL
+            for part in (batch.slice(row, 1) for row in range(len(batch))) if is_large else [batch]:
+                if is_large:
+                    _check_cells(part, f"row {number + 1:,}")
+                for row in part.to_pylist():
+                    number += 1
+                    yield f"row {number:,}", row
+
+
+def _rows_at_once(metadata, columns):
+    """
+    How many rows of a Parquet file to unpack at once (`LARGE_CHUNK`).
+
+    Args:
+        metadata: of the file.
+        columns: those that are read; None for all.
+
+    Raises:
+        ValueError: the cells of a part of a column are longer than `LONGEST_CELL` on average.
+    """
+    rows = PARQUET_ROWS
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for chunk in map(group.column, range(group.num_columns)):
+            path, unpacked = chunk.path_in_schema, chunk.total_uncompressed_size
+            if columns is not None and not any(f"{path}.".startswith(f"{name}.") for name in columns):
+                continue
+            if unpacked > 4 * LONGEST_CELL * max(1, chunk.num_values):  # a character has up to 4 bytes
+                raise ValueError(
+                    f"column {path!r:.100} has cells of more than {LONGEST_CELL:,} characters; divide them"
+                )
+            if unpacked > LARGE_CHUNK and unpacked > USUAL_PACKING * chunk.total_compressed_size:
+                rows = 1
+    return rows
+
+
+def _check_cells(row, place):
+    """Refuse a row, a record batch of its own, with a cell that is too long."""
+    for name, cell in zip(row.schema.names, row.columns, strict=True):
+        if pa.types.is_dictionary(cell.type):
+            cell = cell.dictionary_decode()
+        size = cell.nbytes
+        if size > LONGEST_CELL and (pa.types.is_string(cell.type) or pa.types.is_large_string(cell.type)):
+            size = pc.utf8_length(cell)[0].as_py() or 0
+        if size > LONGEST_CELL:
+            raise ValueError(
+                f"{place}: column {name!r:.100} has more than {LONGEST_CELL:,} characters in a cell; divide it"
+            )
+
+
+@dataclass
+class Memory:
+    """
+    Counts what rows take that are held in memory all at once.
+
+    Args:
+        used: bytes, as Python holds the rows.
+    """
+
+    used: int = 0
+
+    def hold(self, rows: Iterable[tuple[str, object]]) -> list[tuple[str, object]]:
+        """All rows, given with their places. Raises `ValueError` once all that are held pass `MOST_MEMORY`."""
+        held = []
+        for row in rows:
+            self.used += _size_of(row)
+            if self.used > MOST_MEMORY:
+                raise ValueError(
+                    f"{row[0]}: the rows up to here take more than {MOST_MEMORY:,} bytes, and all are held in memory "
+                    f"at once; give fewer rows, or shorter ones"
+                )
+            held.append(row)
+        return held
+
+
+def _size_of(value):
+    """How many bytes a value of JSON or Parquet takes, with all that is in it."""
+    size, waiting = 0, [value]
+    while waiting:
+        value = waiting.pop()
+        size += sys.getsizeof(value)
+        if isinstance(value, dict):
+            size += sum(map(len, value))  # most names of columns are shared by all rows
+            waiting.extend(value.values())
+        elif isinstance(value, list | tuple):
+            waiting.extend(value)
+    return size
+
+
+def check_values(text: str) -> None:
+    """
+    Refuse a text of JSON with so many values that they would take more than `MOST_MEMORY`, before it is parsed.
+
+    Raises:
+        ValueError: it has so many.
+    """
+    if len(text) * BYTES_OF_A_VALUE > MOST_MEMORY:
+        values = sum(map(text.count, ",[{"))
+        if values * BYTES_OF_A_VALUE > MOST_MEMORY:
+            raise ValueError(f"it has more than {MOST_MEMORY // BYTES_OF_A_VALUE:,} values; divide it")
 
 
 def few_columns(rows: Iterable[tuple[str, dict]]) -> Iterator[tuple[str, dict]]:
@@ -318,15 +455,19 @@ def few_columns(rows: Iterable[tuple[str, dict]]) -> Iterator[tuple[str, dict]]:
         yield place, row
 
 
-def _check_columns(names, column):
-    """Refuse names without the column, and a column that stands twice. No name, no row: then nothing is missing."""
+def _check_columns(names, columns):
+    """
+    Refuse names without one of the columns, and a column that stands twice, of all if `columns` is None. No name, no
+    row: then nothing is missing.
+    """
     times = Counter(names)
     for name in filter(None, names):
-        if column in (None, name) and times[name] > 1:
+        if (columns is None or name in columns) and times[name] > 1:
             raise ValueError(f"two columns have the name {shortened(repr(name), 100)}; rename one")
-    if names and column not in (None, *names):
-        known = shortened(", ".join(map(repr, names)), 500)
-        raise ValueError(f"no column {column!r}; it has {known}: name one with --text_column")
+    for column in columns or ():
+        if names and column not in times:
+            known = shortened(", ".join(map(repr, names)), 500)
+            raise ValueError(f"no column {column!r}; it has {known}: name one with --text_column")
 
 
 def _json_rows(file):
@@ -340,6 +481,7 @@ def _json_rows(file):
         )
         replaced += whole != line
         try:
+            check_values(whole)
             row = json.loads(whole)
             if not isinstance(row, dict):
                 raise ValueError("no object")
@@ -351,7 +493,7 @@ def _json_rows(file):
         logger.warning(f"{file}: half a character (a surrogate alone) is replaced by U+FFFD in {replaced:,} rows")
 
 
-def _cell_rows(file, column, separator, is_tsv):
+def _cell_rows(file, columns, separator, is_tsv):
     """The rows of a CSV or TSV file."""
     between = {"auto": "\t", "tab": "\t", "pipe": "|"}.get(separator, separator)
     first = next(filter(str.strip, lines_of(file)), "")
@@ -362,10 +504,20 @@ def _cell_rows(file, column, separator, is_tsv):
         if between != ",":
             logger.info(f"{file}: the separator is {between!r}, as the first line shows")
     csv.field_size_limit(LONGEST_CELL)
-    reader = csv.reader(
-        lines_of(file), delimiter=between, quoting=csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL, strict=True
-    )
     names, number = None, 1  # the line at which a row begins
+    characters = 0  # of this row up to here
+
+    def lines():
+        nonlocal characters
+        for line in lines_of(file):
+            characters += len(line)
+            if characters > LONGEST_LINE:
+                raise csv.Error(f"it has more than {LONGEST_LINE:,} characters")
+            yield line
+
+    reader = csv.reader(
+        lines(), delimiter=between, quoting=csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL, strict=True
+    )
     try:
         for row in reader:
             # Excel writes rows of empty cells behind the last one. Of one column an empty cell in quotes is a row.
@@ -373,7 +525,7 @@ def _cell_rows(file, column, separator, is_tsv):
             if row and declared:
                 declared = None
             elif row and names is None:
-                _check_columns(names := row, column)
+                _check_columns(names := row, columns)
             elif is_filled and len(row) != len(names):
                 raise ValueError(
                     f"line {number:,}: not the {len(names):,} cells of the header, but {len(row):,}, if {between!r} "
@@ -382,6 +534,7 @@ def _cell_rows(file, column, separator, is_tsv):
             elif is_filled:
                 yield f"line {number:,}", dict(zip(names, row, strict=True))
             number = reader.line_num + 1
+            characters = 0
     except csv.Error as error:
         raise ValueError(
             f"line {number:,}: a row begins here with a cell whose quotes do not match ({error}); close them, and "

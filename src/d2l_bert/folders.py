@@ -400,9 +400,9 @@ def write_once(path: Path, write: Callable[[Path], object]) -> None:
     Raises:
         UserError: the cache cannot be written.
     """
-    if _is_whole(path):
-        return
     with writing(f"cache {path.parent}", ANOTHER_CACHE):
+        if _is_whole(path):
+            return
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = FileLock(path.with_name(f".{path.name}.lock"))
         try:

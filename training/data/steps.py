@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from d2l_bert.messages import GO_ON, UserError
 from d2l_bert.tokenization.processes import errors_of_workers, start_worker
@@ -184,6 +185,7 @@ def load(
             ahead.put(error)
 
     thread = threading.Thread(target=work, daemon=True)
+    handler = _take_pytorchs_handler()
     thread.start()
     try:
         while not should_stop():
@@ -211,6 +213,25 @@ def load(
         while not ahead.empty():  # the thread may wait for a free place
             ahead.get()
         thread.join(JOIN_SECONDS)
+        for worker in workers:
+            worker.join(JOIN_SECONDS)
+        if handler:
+            signal.signal(signal.SIGCHLD, handler)
+
+
+def _take_pytorchs_handler():
+    """
+    Take away PyTorch's handler of SIGCHLD, and return it, if there is one.
+
+    A program that has used a `DataLoader` in its main thread has this handler. It raises an error wherever the program
+    is when a worker ends, also when `load` ends it; but `load` looks after its workers itself.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGCHLD) if in_main_thread and hasattr(signal, "SIGCHLD") else None
+    if getattr(handler, "__module__", None) != signal_handling.__name__:
+        return None
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    return handler
 
 
 def _in_one_line(error):

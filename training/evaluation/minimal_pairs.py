@@ -83,12 +83,13 @@ def name_of_pairs(pairs: Sequence[MinimalPair], place: str) -> str:
 
 def _folder_rows(place: str) -> Iterator[tuple[str, dict, str]]:
     """Yield for each row of a folder's files its place, the row, and the name of a paradigm that has none."""
+    memory = tables.Memory()
     for file in sorted(Path(place).glob("[!.]*")):
         if tables.suffix_unpacked(file) == ".jsonl":
             if not file.is_file():
                 raise UserError(f"{file}: is no regular file; take it out")
             with explained(file, "", *READ_ERRORS):
-                rows = list(tables.table_rows(file))
+                rows = memory.hold(tables.table_rows(file))
             yield from ((f"{file}, {line}", row, file.name.partition(".")[0]) for line, row in rows)
 
 

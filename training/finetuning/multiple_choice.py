@@ -31,11 +31,11 @@ class MultipleChoice(tasks.Task):
         "label_column": ("label", "answerKey"),
     }
 
-    def find_columns(self, train):
-        super().find_columns(train)
+    def find_columns(self, names):
+        super().find_columns(names)
         # A choice each: SWAG's ending0, ending1, ..., COPA's choice1, choice2, WinoGrande's option1 and option2.
-        numbered = [name for name in train.columns if re.fullmatch(r"(ending|choice|option)_?\d+", name)]
-        if numbered and "choices" not in train.columns and not self.config.choices_column:
+        numbered = [name for name in names if re.fullmatch(r"(ending|choice|option)_?\d+", name)]
+        if numbered and "choices" not in names and not self.config.choices_column:
             self.columns["choices_column"] = sorted(numbered, key=lambda name: (len(name), name))
         if not {"context_column", "question_column"} & self.columns.keys():
             self.columns["context_column"] = ["context"]

@@ -131,7 +131,7 @@ def read_rows(file: str, task: Task, config: PredictConfig, scratch: Path) -> sp
     first = split.rows[0].cells.get(of_texts[0])
     if tables.file_kind(Path(file)) == "text" and isinstance(first, str):
         tables.refuse_header(first, of_texts, split.label)
-    task.check_columns(split, has_labels=False)
+    task.check_columns(split.label, split.columns, has_labels=False)
     task.columns["label_column"], task.label = [None], None  # no row has such a column: labels are not read
     return split
 

@@ -45,6 +45,7 @@ class QuestionAnswering(tasks.Task):
     main_metric = "f1"
     learnt = ("has_unanswerable",)
     least_texts = 2
+    more_columns = ("is_impossible",)
     metrics_shown = ("f1", "exact_match")
     default_length = 384
     no_label = "has no answer, as each training row has; take the row out, or add training rows without an answer"

@@ -5,7 +5,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 SPLITS = ("train", "validation", "test")
 
 LONGEST_DOCUMENT = 1 << 30  # characters in a line of a document of JSON, which may be the whole
+
+# So many rows of a dataset are made Python's at once, and then counted.
+DATASET_ROWS = 100
 
 # The share of the training rows that is held out where there are no validation rows and no `validation_share`.
 HELD_OUT = 0.1
@@ -72,7 +75,14 @@ class Split:
 # Files and datasets
 
 
-def read_file(path: str, option: str, separator: str = "auto", text_column: str = "text") -> Split:
+def read_file(
+    path: str,
+    option: str,
+    separator: str = "auto",
+    text_column: str = "text",
+    columns: Sequence[str] | None = None,
+    memory: tables.Memory | None = None,
+) -> Split:
     """
     Read a whole table, packed or not.
 
@@ -88,9 +98,12 @@ def read_file(path: str, option: str, separator: str = "auto", text_column: str 
         option: the option that names the file, for messages.
         separator: between the cells of a CSV file, as in `tokenization.tables.table_rows`.
         text_column: the column of the texts in lines.
+        columns: those that are needed of a Parquet file; None for all.
+        memory: counts what this and other splits take.
 
     Raises:
-        UserError: the file does not exist, cannot be read, is damaged, has another form, or has no rows.
+        UserError: the file does not exist, cannot be read, is damaged, has another form, or has no rows; or its rows
+            take too much memory.
     """
     file, label = Path(path), f"{option} {folders.base_name(path)}"
     tables.refuse_pipe(path, f"{option} {path}", "write its rows to a file, and give that")
@@ -98,24 +111,20 @@ def read_file(path: str, option: str, separator: str = "auto", text_column: str 
         raise UserError(f"{option} {path}: is a folder; give one of its files, or the folder with --dataset")
     if not file.is_file():
         raise UserError(f"{option} {path}: no such file; give a table, or a text in each line")
+    memory = memory or tables.Memory()
     kind = tables.file_kind(file)
-    if kind in tables.TABLE_KINDS:
-        with explained(label, "", *READ_ERRORS):
-            rows = list(tables.table_rows(file, separator=separator))
-    else:
-        way_out = "repair the file; .json is a list of objects, or SQuAD's form"
-        with explained(f"{label}: cannot be read", way_out, *READ_ERRORS, TypeError, RecursionError):
-            longest = LONGEST_DOCUMENT if kind == "json" else tables.LONGEST_LINE
-            lines = [line.rstrip("\r\n") for line in tables.lines_of(file, longest=longest)]
-            if tables.suffix_unpacked(file) in (".conll", ".conllu"):
-                rows = list(_conll_rows(lines, label))
-            elif kind == "json":
-                numbered = enumerate(_json_rows("\n".join(lines)), 1)
-                rows = list(tables.few_columns((f"row {number:,}", row) for number, row in numbered))
-            else:
-                rows = [
-                    (f"line {number:,}", {text_column: line}) for number, line in enumerate(lines, 1) if line.strip()
-                ]
+    is_conll = tables.suffix_unpacked(file) in (".conll", ".conllu")
+    way_out = "repair the file; .json is a list of objects, or SQuAD's form"
+    with explained(f"{label}: cannot be read", way_out, OSError), explained(label, "", LookupError, ValueError):
+        if kind in tables.TABLE_KINDS:
+            found = tables.table_rows(file, columns, separator)
+        elif kind == "json" or is_conll:
+            lines = [line for _, line in tables.Memory().hold(_numbered_lines(file, kind))]
+            with explained(f"{label}: cannot be read", way_out, *READ_ERRORS, TypeError, RecursionError):
+                found = list(_conll_rows(lines, label) if is_conll else _json_rows("\n".join(lines)))
+        else:
+            found = ((place, {text_column: line}) for place, line in _numbered_lines(file, kind) if line.strip())
+        rows = memory.hold(found)
     if not rows:
         raise UserError(f"{label}: has no rows; give a file with rows")
     return Split(
@@ -126,8 +135,21 @@ def read_file(path: str, option: str, separator: str = "auto", text_column: str 
     )
 
 
-def _json_rows(text) -> Iterator[dict]:
-    """The rows of a list of objects, or of SQuAD's nested form."""
+def _numbered_lines(file, kind) -> Iterator[tuple[str, str]]:
+    """The lines of a text file, each with its place."""
+    longest = LONGEST_DOCUMENT if kind == "json" else tables.LONGEST_LINE
+    for number, line in enumerate(tables.lines_of(file, longest=longest), 1):
+        yield f"line {number:,}", line.rstrip("\r\n")
+
+
+def _json_rows(text) -> Iterator[tuple[str, dict]]:
+    """The rows of a list of objects, or of SQuAD's nested form, each with its place."""
+    tables.check_values(text)
+    return tables.few_columns((f"row {number:,}", row) for number, row in enumerate(_objects_in(text), 1))
+
+
+def _objects_in(text) -> Iterator[dict]:
+    """The rows in a document of JSON."""
     # A character in place of half a one: answers begin where they did.
     content = json.loads(tables.HALF_CHARACTER.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], text))
     for entry in content["data"] if isinstance(content, dict) else content:
@@ -173,18 +195,31 @@ def _conll_rows(lines, label) -> Iterator[tuple[str, dict]]:
             yield f"line {places[0]:,}", {"tokens": [fields[0] for fields in text], **tagged}
 
 
-def _read_dataset(name: str, config: FinetuneConfig, read: dict[str, Split]) -> dict[str, Split]:
+def _dataset_rows(rows) -> Iterator[tuple[str, dict]]:
+    """The rows of a split of a dataset, each with its place."""
+    rows = rows.with_format(None)
+    for start in range(0, len(rows), DATASET_ROWS):
+        block = rows.select(range(start, min(start + DATASET_ROWS, len(rows))))
+        yield from ((f"row {number:,}", row) for number, row in enumerate(block.to_list(), start + 1))
+
+
+def _read_dataset(
+    name: str, config: FinetuneConfig, read: Container[str], memory: tables.Memory | None = None
+) -> dict[str, Split]:
     """
     The splits of a dataset that the options name, and of the others those of the usual names.
 
     Args:
         name: an id on the Hub, or a folder of `save_to_disk` or of data files; `:` and a configuration may follow.
         read: the splits that files give in place of the dataset.
+        memory: counts what these and other splits take.
 
     Raises:
-        UserError: the dataset cannot be loaded, or has no rows in a split.
+        UserError: the dataset cannot be loaded, has no rows in a split, or its rows take too much memory.
     """
     import datasets
+
+    memory = memory or tables.Memory()
 
     path, part = dataset_and_config(name)
     hint = "give an id on the Hub, or a folder of save_to_disk or of data files; --train_file takes a file"
@@ -212,12 +247,14 @@ def _read_dataset(name: str, config: FinetuneConfig, read: dict[str, Split]) -> 
                 f"--{split}_split": not len(rows)
             }
         )
-        cells = rows.with_format(None).to_list()
+        with explained(f"dataset {name}, split {used}", "", ValueError):
+            held = memory.hold(_dataset_rows(rows))
+        cells = [row for _, row in held]
         kinds = {column: getattr(kind, "feature", kind) for column, kind in rows.features.items()}
         splits[split] = Split(
             label=f"dataset {name}, split {used}",
             name=f"{local_name(name)}, split {used}",
-            rows=[Row(f"row {number:,}", row) for number, row in enumerate(cells, 1)],
+            rows=list(itertools.starmap(Row, held)),
             fingerprint=folders.short_hash(repr(cells)),
             class_names={
                 column: [name_of(of_class, column) for of_class in kind.names]
@@ -243,18 +280,18 @@ def load_splits(config: FinetuneConfig, task: Task) -> dict[str, Split]:
     Raises:
         UserError: a file or dataset cannot be read, or has rows that the task cannot use. Nothing was written.
     """
-    splits = {
-        split: read_file(file, f"{split}_file", config.separator)
-        for split in SPLITS
-        if (file := getattr(config, f"{split}_file"))
-    }
+    splits, memory = {}, tables.Memory()
+    for split in SPLITS:
+        if file := getattr(config, f"{split}_file"):
+            columns = _needed_columns(file, split, task, config)
+            splits[split] = read_file(file, f"{split}_file", config.separator, columns=columns, memory=memory)
     tables.check_separator(config.separator, [Path(getattr(config, f"{split}_file")) for split in splits])
     if config.dataset_name() is not None:
-        splits |= _read_dataset(config.dataset_name(), config, splits)
+        splits |= _read_dataset(config.dataset_name(), config, splits, memory)
     splits = {split: splits[split] for split in SPLITS if split in splits}
-    task.find_columns(splits["train"])
+    task.find_columns(splits["train"].columns)
     for name, split in splits.items():
-        task.check_columns(split, has_labels=name != "test")
+        task.check_columns(split.label, split.columns, has_labels=name != "test")
         # In the data sets known by name, in a column of `ClassLabel` and where all rows have it, -1 is no label.
         for column in task.columns["label_column"] if split.is_dataset else []:
             missing = [row.cells for row in split.rows if row.cells.get(column) == -1]
@@ -284,6 +321,31 @@ def load_splits(config: FinetuneConfig, task: Task) -> dict[str, Split]:
         if split.shared:
             logger.info(f"{name}: {split.shared:,} of {len(split.rows):,} rows have the texts of a training row")
     return splits
+
+
+def _needed_columns(file: str, split: str, task: Task, config: FinetuneConfig) -> list[str] | None:
+    """
+    The columns of a Parquet file that a run needs, found and checked before its rows are read.
+
+    None for all: of other files; of the test rows, which are written down with their predictions; and where training
+    rows of a dataset, which are read later, show which columns there are.
+
+    Raises:
+        UserError: the file is damaged, or lacks a column.
+    """
+    path = Path(file)
+    if split == "test" or config.train_file is None or not path.is_file() or tables.file_kind(path) != "parquet":
+        return None
+    label = f"{split}_file {folders.base_name(file)}"
+    with explained(label, "", *READ_ERRORS):
+        names = tables.parquet_columns(path)
+    if not names:
+        return None
+    if split == "train":
+        task.find_columns(names)
+    task.check_columns(label, names)
+    needed = {*itertools.chain(*task.columns.values()), *task.more_columns}
+    return [column for column in names if column in needed]
 
 
 def usable(split: Split, read: Callable[[Row, Split], Row]) -> list[Row]:

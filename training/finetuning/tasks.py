@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import DataCollatorWithPadding
 
-from d2l_bert.messages import explained, refuse_first, shortened
+from d2l_bert.messages import UserError, explained, refuse_first, shortened
 from d2l_bert.modeling.records import Learnt
 from d2l_bert.tokenization import long_texts
 from d2l_bert.training.finetuning.config import FinetuneConfig
@@ -71,10 +71,10 @@ class Task:
     """
     A task. `trainer.py` names a subclass for each of `config.TASKS`.
 
-    The run calls `find_columns` with the training rows, `read` with every row, `learn` with the training rows,
-    `checked` with every row that was read, and `features` with every split. `outputs` below are the model's `logits`,
-    in the order of `Split.features`, as a NumPy array; `rescaled` has been applied to them. A `ValueError` about a row
-    says what is wrong in which column, and the way out.
+    The run calls `find_columns` with the names of the training rows' columns, `read` with every row, `learn` with the
+    training rows, `checked` with every row that was read, and `features` with every split. `outputs` below are the
+    model's `logits`, in the order of `Split.features`, as a NumPy array; `rescaled` has been applied to them. A
+    `ValueError` about a row says what is wrong in which column, and the way out.
 
     A subclass defines these methods:
 
@@ -102,6 +102,7 @@ class Task:
         no_label: what is wrong with a column of labels that has none, and the way out.
         learnt: the entries of `Learnt`, beside the columns, that the predictions of a finished model need.
         least_texts: how many columns of texts a row has at least, choices apart.
+        more_columns: columns that `read` looks at where they are, and that no option names.
     """
 
     problem_type = None
@@ -112,6 +113,7 @@ class Task:
     default_length = 128
     learnt: tuple[str, ...] = ()
     least_texts = 1
+    more_columns: tuple[str, ...] = ()
 
     def __init__(self, config: FinetuneConfig):
         self.config = config
@@ -168,27 +170,42 @@ class Task:
     # -----------------------------------------------------------------------------------------------------------------
     # Rows
 
-    def find_columns(self, train) -> None:
-        """Find the columns: the option's, or a usual one, or the named data set's; `check_columns` follows."""
+    def find_columns(self, names: list[str]) -> None:
+        """
+        Find the columns: the option's, or a usual one, or the named data set's; `check_columns` follows.
+
+        Args:
+            names: of the columns of the training rows.
+        """
         for option, usual in self.usual_columns.items():
-            names = [*usual, *filter(None, [self.config.named.get(option)])]
-            found = getattr(self.config, option) or next((name for name in names if name in train.columns), None)
+            wanted = [*usual, *filter(None, [self.config.named.get(option)])]
+            found = getattr(self.config, option) or next((name for name in wanted if name in names), None)
             if found or option not in OPTIONAL or option in self.config.named:
-                self.columns[option] = found if isinstance(found, list) else [found or names[0]]
+                self.columns[option] = found if isinstance(found, list) else [found or wanted[0]]
         self.label = self.columns["label_column"][0]
 
-    def check_columns(self, split, has_labels: bool = True) -> None:
-        """Refuse a split without one of the columns, and a column that has two uses."""
+    def check_columns(self, label: str, names: list[str], has_labels: bool = True) -> None:
+        """
+        Refuse rows without one of the columns, and a column that has two uses.
+
+        Args:
+            label: what the rows are, for the message.
+            names: of their columns.
+            has_labels: whether the column of labels must be there.
+
+        Raises:
+            UserError: as above.
+        """
         used = [column for columns in self.columns.values() for column in columns]
-        refuse_first(
-            {f"column {column!r} cannot have two uses; name another column": used.count(column) > 1 for column in used}
-            | {
-                f"{split.label}: no column {column!r}; it has {listed(split.columns) or 'none'}: name one with "
-                f"--{option}": column not in split.columns and (has_labels or option != "label_column")
-                for option, columns in self.columns.items()
-                for column in columns
-            }
-        )
+        for column in used:
+            if used.count(column) > 1:
+                raise UserError(f"column {column!r} cannot have two uses; name another column")
+        for option, columns in self.columns.items():
+            for column in columns:
+                if column not in names and (has_labels or option != "label_column"):
+                    raise UserError(
+                        f"{label}: no column {column!r}; it has {listed(names) or 'none'}: name one with --{option}"
+                    )
 
     def checked(self, row: Row, split) -> Row:
         """
