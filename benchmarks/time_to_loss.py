@@ -8,9 +8,9 @@ Minutes from token ids to a held-out MLM loss: ours, beside stock BERT of the sa
 
 DIR/train and DIR/valid are folders of text files. They are tokenized before the first run, which takes minutes of no
 contestant. Both read the same token ids, and are measured on the same held-out sentences with the same masks. Each run
-is a whole one, whose rate has fallen to 0 when its time is taken: the middle of a long schedule is not a result. A contestant
-reaches a loss in the minutes of its shortest run that has it. Runs are added to the record; those in it are not made
-again.
+is a whole one, whose rate has fallen to 0 when its time is taken: the middle of a long schedule is not a result. A
+contestant reaches a loss in the minutes of its shortest run that has it. Runs are added to the record; those in it are
+not made again.
 
 `ours` is the recipe `tiny-sentences`; its time has the start from bigrams, and all evaluations. `trainer` is
 `BertForMaskedLM` with `DataCollatorForLanguageModeling` (15 % of the tokens), as Transformers' example `run_mlm.py`
