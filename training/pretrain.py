@@ -22,7 +22,7 @@ from accelerate.utils import gather_object
 from transformers.utils import logging as transformers_logging
 
 from d2l_bert import folders
-from d2l_bert.messages import GO_ON, UserError, is_out_of_memory, refuse_first, report
+from d2l_bert.messages import GO_ON, UserError, explained, is_out_of_memory, refuse_first, report
 from d2l_bert.model_cards.config import check_license
 from d2l_bert.model_cards.publish import check_push, publish_run
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
@@ -179,6 +179,10 @@ def train(
         run = dataclasses.replace(run, max_steps=max_steps, num_train_epochs=None, max_minutes=None)
         with together():
             steps = TrainingSteps(run, text, max_steps, ranks, on_gpu=accelerator.device.type == "cuda")
+            if resumed:
+                what = f"{resumed.path / checkpoint.STATE_FILE}: is of no run on this text"
+                with explained(what, "give another checkpoint-<step> folder", ValueError):
+                    steps.check_place(state["step"], tuple(state["cursor"]), state.get("words_seen", 0.0))
         if run.dry_run:
             report_dry_run(run, learner, steps, int(text.train.words_before[-1]))
             return
