@@ -102,6 +102,7 @@ def test_a_name_is_plain_text_wherever_it_stands_on_a_card(contents_of, facts, p
         (r"\`![](a.png)` ![](b.png)", ["a.png", "b.png"]),
         (r"\\`![](a.png)` ![](b.png)", ["b.png"]),
         ("```\n![](a.png)\n````\n![](b.png)", ["b.png"]),
+        (r"\\![](a.png) \![](b.png)", ["a.png"]),
         ("````\n```\n![](a.png)\n````\n![](b.png)", ["b.png"]),
         ("~~~ x\n```\n![](a.png)\n~~~\n![](b.png)", ["b.png"]),
         ("```x``` ![](a.png)\n![](b.png)", ["a.png", "b.png"]),  # a span, and no fence
