@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
+from tokenizers import Tokenizer
 from transformers.utils import cached_file
 
 from d2l_bert.messages import READ_ERRORS, UserError, explained
@@ -198,14 +199,22 @@ MOST_GROWTH = 1000
 MOST_REPETITIONS = 4
 
 
+class RulesFile(TypedDict):
+    """The entries of tokenizer.json that every reader needs."""
+
+    model: dict
+    added_tokens: list[dict]
+
+
 def check_tokenizer_rules(file: Path) -> None:
     """
-    Refuse a tokenizer.json whose rules can take the time or the memory of the machine for a short text.
+    Refuse a tokenizer.json that is damaged, or whose rules can take the time or the memory of the machine for a short
+    text.
 
     Raises:
         UserError: the file cannot be read, or has such a rule.
     """
-    content, growth = read_record(file), 1
+    content, growth = read_record(file, RulesFile), 1
     way_out = "do not use this tokenizer"
     model = content.get("model")
     longest = model.get("max_input_chars_per_word", 0) if isinstance(model, dict) else 0
@@ -232,6 +241,9 @@ def check_tokenizer_rules(file: Path) -> None:
                 growth *= 2  # a letter that is not ASCII becomes two or more
     if growth > MOST_GROWTH:
         raise UserError(f"{file}: its replacements make a text {growth:,} times as long; {way_out}")
+    damaged = f"{file}: is damaged, or is no file of a tokenizer"
+    with panics_explained(), explained(damaged, "fetch it again, or save the tokenizer again", Exception):
+        Tokenizer.from_file(str(file))
 
 
 def is_endless(pattern: str) -> bool:

@@ -81,7 +81,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
         if run.init_from is not None and not resumed:  # what cannot be loaded is refused before the text is read
             on_main(initialize.start_from, run, architecture, share_result=False)
         if run.push_to_hub:
-            run = dataclasses.replace(run, hub_model_id=run.hub_model_id or folder.resolve().name)
+            run = dataclasses.replace(run, hub_model_id=run.hub_model_id or folders.real(folder).name)
             on_main(check_push, run.hub_model_id, run.known_license(), run.dry_run)
         text = main_first(initialize.prepare_with_tokenizer, run)
         with together():
@@ -119,7 +119,7 @@ def check_options(architecture: D2lBertConfig, run: PretrainConfig) -> list[str]
             f"max_position_embeddings of a fresh model": (run.max_seq_length > positions),
             **{
                 f"output_dir {folder} lies in the text {path}, and would be read as text; name one outside": (
-                    Path(path).is_dir() and folder.resolve().is_relative_to(Path(path).resolve())
+                    Path(path).is_dir() and folders.real(folder).is_relative_to(folders.real(path))
                 )
                 for folder in [run_folder.folder_of(run)]
                 for path in run.text_paths()

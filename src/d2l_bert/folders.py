@@ -226,6 +226,11 @@ def base_name(path: str | Path) -> str:
     return os.fsencode(os.path.basename(os.path.abspath(path))).decode(errors="replace")
 
 
+def real(path: str | Path) -> Path:
+    """The absolute path that a path leads to, without links; for a link to itself `Path.resolve` raises."""
+    return Path(os.path.realpath(path))
+
+
 def sync(path: Path) -> None:
     """Flush a file, or the directory entries of a folder, from the operating system's cache to the disk (fsync)."""
     if IS_WINDOWS:  # Windows opens no folder, and flushes no file that is open for reading

@@ -101,7 +101,7 @@ class Run:
         self.folder = Path(config.output_dir or f"{folders.base_name(config.model)}-{config.task}")
         self.task = task = trainer.CLASSES[config.task_type](config)
         self.seeds = range(config.seed, config.seed + config.num_seeds)
-        self.repository = config.hub_model_id or self.folder.resolve().name
+        self.repository = config.hub_model_id or folders.real(self.folder).name
         log.check_trackers(config.report_to, transformers.integrations.get_available_reporting_integrations())
         # What can be refused without the rows, which may be many, is refused before the rows are read.
         task.metric()
