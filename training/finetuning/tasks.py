@@ -204,7 +204,8 @@ class Task:
             for column in columns:
                 if column not in names and (has_labels or option != "label_column"):
                     raise UserError(
-                        f"{label}: no column {column!r:.100}; it has {listed(names) or 'none'}: name one with --{option}"
+                        f"{label}: no column {column!r:.100}; it has {listed(names) or 'none'}: name one with "
+                        f"--{option}"
                     )
 
     def checked(self, row: Row, split) -> Row:
