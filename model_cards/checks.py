@@ -15,6 +15,7 @@ from d2l_bert.folders import content_hash
 from d2l_bert.messages import UserError, explained, reading_model
 from d2l_bert.model_cards import card as cards
 from d2l_bert.model_cards.config import check_license
+from d2l_bert.model_cards.markdown import without_code
 from d2l_bert.modeling import configuration_d2l_bert, conversion, export, modeling_d2l_bert
 from d2l_bert.modeling.records import Metrics, Release
 from d2l_bert.records import read_record
@@ -284,11 +285,8 @@ def strings_in(content: object) -> Iterator[str]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Pictures in Markdown
 
-# A block of code between fences, or a span of code between backticks.
-IN_CODE = re.compile(r"^ {0,3}(`{3,}|~{3,}).*?(?:^ {0,3}\1[`~]*\s*$|\Z)|(?<!`)(`+)(?!`).*?(?<!`)\2(?!`)", re.M | re.S)
-
 # A picture's caption, in which brackets are escaped or come in pairs, and its address, between < and > or without.
-CAPTION = r"(?<!\\)!\[(?:[^\[\]\\]|\\.|\[(?:[^\[\]\\]|\\.)*\])*\]"
+CAPTION = r"(?<!\\)(?:\\\\)*!\[(?:[^\[\]\\]|\\.|\[(?:[^\[\]\\]|\\.)*\])*\]"
 PICTURE = re.compile(CAPTION + r"\(\s*(?:<([^<>\n]*)>|((?:[^\s()\\]|\\.|\([^\s()]*\))+))", re.S)
 
 
@@ -299,6 +297,6 @@ def unescaped(text: str) -> str:
 
 def local_pictures(text: str) -> list[str]:
     """The names of the pictures that a Markdown text shows from its own folder."""
-    found = PICTURE.findall(IN_CODE.sub("", text))
+    found = PICTURE.findall(without_code(text))
     addresses = [unescaped(between or plain) for between, plain in found]
     return [unquote(address) for address in addresses if not re.match(r"[A-Za-z][\w+.-]*:|//|#", address)]

@@ -1,5 +1,6 @@
 """Writes the figures of `d2l-bert evaluate` into a model's folder: into metrics.json and the card."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -47,12 +48,23 @@ def check_updatable(name: str) -> None:
             f"update_card: {name} has no {cards.CARD_FILE}, and a {kind} model gets none; write one, or leave "
             f"update_card out"
         )
+    _refuse_links(folder)
     metrics = read_record(folder / cards.METRICS_FILE, Metrics)
     way_out = f"put back the {cards.METRICS_FILE} that was written there, or take it out"
     with explained(f"{folder / cards.METRICS_FILE}: cannot be shown on a card", way_out, *cards.OF_CARDS):
         section_of(metrics)
         cards.eval_results(metrics, read_record(folder / cards.RUN_FILE, RunRecord), None)
     cards.read_card(folder)
+
+
+def _refuse_links(folder):
+    """Raise `UserError` if one of the files to replace is a link: a file of its own would take its place."""
+    for name in (cards.METRICS_FILE, cards.CARD_FILE):
+        if (folder / name).is_symlink():
+            raise UserError(
+                f"update_card: {folder / name} is a link, and would be replaced; put the file itself there, or leave "
+                f"update_card out"
+            )
 
 
 def section_of(metrics: dict) -> str:
@@ -77,6 +89,7 @@ def update_folder(folder: Path, text: str | None, figures: dict | None, blimp: d
         UserError: the card cannot be read, or the folder cannot be written, or another process writes there for long.
     """
     in_use = f"{folder}: another process is writing there; wait, and give the same command again"
+    _refuse_links(folder)
     with writing(folder), folders.locked(folder / folders.LOCK_FILE, in_use, folders.PATIENCE):
         _update(folder, text, figures, blimp)
 
@@ -95,17 +108,20 @@ def _update(folder, text, figures, blimp):
     # An earlier version has given BLiMP's name to figures on any pairs.
     names = {BLIMP_NAME, *(metric.name for metric in (*evaluated_metrics(before), *evaluated_metrics(metrics)))}
     section = section_of(metrics)
-    with writing(folder):
-        folders.write_json(folder / cards.METRICS_FILE, metrics)
-        card = cards.read_card(folder)
-        kept = [result for result in card.data.eval_results or [] if result.metric_name not in names]
-        found = cards.eval_results(metrics, read_record(folder / cards.RUN_FILE), None)
-        card.data.eval_results = kept + [result for result in found if result.metric_name in names]
-        card.data.model_name = card.data.model_name or shown(folder.resolve().name)
-        place = SECTION if re.search(SECTION, card.text, re.DOTALL | re.MULTILINE) else PLACE
-        card.text = re.sub(place, lambda _: section, card.text, count=1, flags=re.DOTALL | re.MULTILINE)
-        with folders.atomic_file(folder / cards.CARD_FILE) as partial:
-            partial.write_text(card.content, encoding="utf-8")
+    card = cards.read_card(folder)
+    kept = [result for result in card.data.eval_results or [] if result.metric_name not in names]
+    found = cards.eval_results(metrics, read_record(folder / cards.RUN_FILE), None)
+    card.data.eval_results = kept + [result for result in found if result.metric_name in names]
+    card.data.model_name = card.data.model_name or shown(folder.resolve().name)
+    place = SECTION if re.search(SECTION, card.text, re.DOTALL | re.MULTILINE) else PLACE
+    card.text = re.sub(place, lambda _: section, card.text, count=1, flags=re.DOTALL | re.MULTILINE)
+    # Both are written before either is moved to its place: on a full disk both stay as they were.
+    with (
+        folders.atomic_file(folder / cards.METRICS_FILE) as new_metrics,
+        folders.atomic_file(folder / cards.CARD_FILE) as new_card,
+    ):
+        new_metrics.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+        new_card.write_text(card.content, encoding="utf-8")
 
 
 def _replaced(metrics, earlier, new):

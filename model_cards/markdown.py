@@ -67,6 +67,53 @@ def authored(text: str) -> str:
     return re.sub(r"!\[(?![^\[\]]*\]\([\w.-]+\))", r"!\\[", text.replace("<", "&lt;"))
 
 
+# The first line of a block of code; after backticks, which may also begin a span of code, the line has no other.
+FENCE = re.compile(r" {0,3}(`{3,}(?=[^`]*$)|~{3,})")
+
+
+def without_code(text: str) -> str:
+    """
+    Markdown without its blocks of code between fences, and without its spans of code between backticks.
+
+    The time grows with the length of the text alone: one pattern for both would look for the end of each run of
+    backticks again.
+    """
+    kept, paragraph, fence = [], [], ""
+    for line in text.split("\n"):
+        opening = FENCE.match(line)
+        if fence:
+            marks = line.strip()
+            is_end = len(marks) >= len(fence) and set(marks) == {fence[0]} and not line.startswith("    ")
+            fence = "" if is_end else fence
+        elif opening or not line.strip():  # a span of code ends with its paragraph
+            kept.append(_without_spans("\n".join(paragraph)))
+            paragraph = []
+            fence = opening[1] if opening else ""
+        else:
+            paragraph.append(line)
+    return "\n".join([*kept, _without_spans("\n".join(paragraph))])
+
+
+def _without_spans(text):
+    """A paragraph without its spans of code: each from a run of backticks to the next one of the same length."""
+    runs = list(re.finditer(r"(?<!\\)(\\*)(`+)", text))  # with the backslashes before them
+    nexts, last_of = [None] * len(runs), {}  # of each run the next one of its length
+    for number in range(len(runs) - 1, -1, -1):
+        length = len(runs[number][2])
+        nexts[number] = last_of.get(length)
+        last_of[length] = number
+    kept, place, number = [], 0, 0
+    while number < len(runs):
+        run, end = runs[number], nexts[number]
+        is_escaped = len(run[1]) % 2 == 1
+        if end is None or is_escaped:
+            number += 1
+        else:
+            kept.append(text[place : run.start(2)])
+            place, number = runs[end].end(), end + 1
+    return "".join([*kept, text[place:]])
+
+
 def _inert(sign):
     if sign[0].startswith("[") and sign[0] != "[":
         return sign[0]  # a token

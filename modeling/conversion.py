@@ -100,14 +100,15 @@ def check_sizes(model_class, name: str, config: PreTrainedConfig, pickles: bool 
         pickles: whether weights are read from pytorch_model.bin.
 
     Raises:
-        UserError: the weights cannot be in the file.
+        UserError: the weights cannot be in the file, or one is there in whole numbers, or in others that are no
+            weights.
     """
-    shapes = model_files.shapes_of_weights(name, pickles)
-    if not shapes:
+    stored = model_files.stored_weights(name, pickles)
+    if not stored:
         return  # Transformers says which files it looks for
     way_out = "put back the config.json that was saved with the weights"
-    if place := model_files.check_numbers(config.to_dict(), len(shapes)):
-        raise UserError(f"config.json: {place} is more than the {len(shapes)} weights of the file; {way_out}")
+    if place := model_files.check_numbers(config.to_dict(), len(stored)):
+        raise UserError(f"config.json: {place} is more than the {len(stored)} weights of the file; {way_out}")
     make = getattr(model_class, "from_config", None) or model_class._from_config
     try:
         with torch.device("meta"), without_log_messages():  # shapes alone
@@ -115,11 +116,18 @@ def check_sizes(model_class, name: str, config: PreTrainedConfig, pickles: bool 
     except (RuntimeError, TypeError, OverflowError) as error:
         raise UserError(f"config.json describes no model that can be made ({error!s:.100}); {way_out}") from None
     described = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
-    held = sum(math.prod(shape) for shape in shapes.values())
+    held = sum(math.prod(weight.shape) for weight in stored.values())
     if described > 3 * held + FEW_WEIGHTS:
         raise UserError(
             f"config.json describes a model of {described:,} weights, and the file has {held:,}; {way_out}"
         )
+    # A file may have the names with the prefix of its model with a head, or without; and those of old LayerNorms.
+    prefix = f"{model.base_model_prefix}."
+    names = {weight.removeprefix(prefix) for weight, _ in model.named_parameters(remove_duplicate=False)}
+    for weight, (_, kind) in stored.items():
+        of_today = weight.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+        if kind not in model_files.KINDS_OF_WEIGHTS and of_today.removeprefix(prefix) in names:
+            raise UserError(f"its weight {weight} holds numbers of the kind {kind}; save the model in float32")
 
 
 def load_and_compare(model_class, name: str | None, **options) -> tuple[PreTrainedModel, set[str], set[str]]:

@@ -423,16 +423,16 @@ def cross_entropy(logits, labels, num_items=None):
 
     Without `num_items` the loss is the mean over this batch. With `num_items` the loss is the sum divided by
     `num_items`: if that is the number of labels in the whole optimizer step, the losses of the step's micro-batches
-    add up to the mean over the step, however the step is split.
+    add up to the mean over the step, however the step is split. It is computed in float32, of logits in float64 in
+    float64.
 
     Raises:
         ValueError: the labels do not have the shape of the logits without the last dimension.
     """
     if labels.shape != logits.shape[:-1] and labels.shape != (*logits.shape[:-1], 1):
         raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}")
-    loss = F.cross_entropy(
-        logits.flatten(0, -2).float(), labels.flatten().long(), reduction="mean" if num_items is None else "sum"
-    )
+    exact = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    loss = F.cross_entropy(exact, labels.flatten().long(), reduction="mean" if num_items is None else "sum")
     return loss if num_items is None else loss / num_items
 
 
@@ -992,7 +992,8 @@ class D2lBertForSequenceClassification(D2lBertClassifier):
             return cross_entropy(logits, labels, num_items)
         if labels.shape != logits.shape and not (self.num_labels == 1 and labels.shape == logits.shape[:1]):
             raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}")
-        logits, labels = logits.float(), labels.reshape(logits.shape).float()
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        labels = labels.reshape(logits.shape).to(logits.dtype)
         if self.config.problem_type == "regression":
             losses = (logits - labels) ** 2
         else:

@@ -146,9 +146,11 @@ def test_only_pairs_of_its_paradigms_are_blimp(trained, tmp_path, capsys):
         ("mixed", [passive, {**row, "UID": "own"}], False),
         ("renamed", [{**passive, "linguistics_term": "binding"}], False),
         ("more", [passive] * 1001, False),
+        ("named alike", [row, row], False),
     ]:
         (tmp_path / name).mkdir()
-        (tmp_path / name / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        file = "passive_1.jsonl" if name == "named alike" else "pairs.jsonl"
+        (tmp_path / name / file).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         pairs = read_blimp(str(tmp_path / name))
         assert name_of_pairs(pairs, str(tmp_path / name)) == ("BLiMP" if is_blimp else f"minimal pairs of {name}")
     for name, words in (

@@ -1,14 +1,17 @@
 """The cache of prepared text: what has changed there is made anew, and what another user put there is not read."""
 
+import dataclasses
+import json
 import os
 import random
 import shutil
 
+import pyarrow as pa
 import pytest
 from huggingface_hub import constants
 
 from d2l_bert.__main__ import main
-from d2l_bert.folders import cache_folder, write_once
+from d2l_bert.folders import SEAL_FILE, _seal, cache_folder, write_once
 from d2l_bert.messages import UserError
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
@@ -73,6 +76,70 @@ def test_an_entry_whose_seal_is_damaged_is_made_anew(seal, tmp_path):
     (tmp_path / "x" / "written.json").write_text(seal)
     write_once(tmp_path / "x", lambda folder: (folder / "whole").write_text("good"))
     assert (tmp_path / "x" / "whole").read_text() == "good"
+
+
+def seal(folder):
+    """Write down the hashes of a folder of the cache anew, which needs no secret."""
+    (folder / SEAL_FILE).unlink()
+    _seal(folder, folder.name)
+
+
+RECORDS = ["[]", "[" * 10_000, '{"reading": {"a": "x"}, "sources": 1, "pieces": ["a"], "rules": {}, "types": 1}']
+
+
+@pytest.mark.parametrize("name", ["content.json", "counts.json", "data.arrow", "store.json", "document_starts.bin"])
+def test_an_entry_that_does_not_hold_what_it_should_is_made_anew_although_its_hashes_fit(name, books, home):
+    config = TextConfig(corpus=[str(books)], vocab_size=300)
+    before = prepare(config)
+    path = next((home / "d2l_bert").rglob(name))
+    whole = path.read_bytes()
+    cuts = [whole[:-40], b""]
+    for content in cuts if path.suffix in (".arrow", ".bin") else [*map(str.encode, RECORDS), *cuts]:
+        path.write_bytes(content)
+        seal(path.parent)
+        assert prepare(config).fingerprint() == before.fingerprint()
+        assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content["account"].update(unknown_characters=content["account"]["characters"] + 1),
+        lambda content: content["account"].update(characters="1"),
+        lambda content: content["contents"].update(word_unit="x"),
+        lambda content: content["rules"].update(pre_tokenizer="x"),
+        lambda content: content["rules"].update(unicode_normalization="Regex"),
+        lambda content: content["rules"].update(more=1),
+        lambda content: content["pieces"].remove("[UNK]"),
+        lambda content: content["pieces"].append("[UNK]"),
+        lambda content: content["pieces"].append(5),
+    ],
+)
+def test_a_tokenizer_of_the_cache_that_no_text_gives_is_made_anew(change, books, home):
+    config = TextConfig(corpus=[str(books)], vocab_size=300)
+    before = prepare(config)
+    (path,) = (home / "d2l_bert").rglob("content.json")
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    seal(path.parent)
+    assert prepare(config).account == before.account
+    assert json.loads(path.read_text())["account"] == before.account
+
+
+def test_sentences_of_the_cache_that_point_nowhere_are_one_line(books, home):
+    """They would end the process, or show what else is in memory."""
+    config = TextConfig(corpus=[str(books)], vocab_size=300)
+    prepare(config)
+    (path,) = (home / "d2l_bert").rglob("data.arrow")
+    table = pa.ipc.open_file(path).read_all()
+    ends = table["sentences"].chunks[0].flatten().buffers()[1]  # where each sentence ends, in bytes
+    content, place = bytearray(path.read_bytes()), path.read_bytes().index(ends.to_pybytes()[:40])
+    content[place + 8 : place + 12] = (2**31 - 1).to_bytes(4, "little")
+    path.write_bytes(content)
+    seal(path.parent)
+    with pytest.raises(UserError, match="is damaged .* delete it"):
+        prepare(dataclasses.replace(config, vocab_size=200))
 
 
 def test_an_entry_under_the_name_of_another_is_not_read(tmp_path):

@@ -12,6 +12,7 @@ from judged_models import OF_BLIMP, write_pairs
 
 from d2l_bert import D2lBertForPreTraining
 from d2l_bert.__main__ import main
+from d2l_bert.messages import UserError
 from d2l_bert.model_cards.card import count_parameters, local_name, portable, render_card
 from d2l_bert.model_cards.checks import check_card
 from d2l_bert.model_cards.evaluations import update_folder
@@ -296,6 +297,30 @@ def test_later_figures_replace_those_of_the_same_text_alone(folder):
     assert "island effects" not in card_figures(folder)[2] and "one of each" not in card_figures(folder)[2]
     assert (folder / "README.md").read_text() == render_card(folder)
     check_card(folder)
+
+
+def test_on_a_full_disk_the_figures_and_the_card_stay_as_they_were(folder, monkeypatch):
+    before = {name: (folder / name).read_bytes() for name in ("metrics.json", "README.md")}
+    write_text = Path.write_text
+
+    def full(path, text, **how):
+        if path.name == "README.md":
+            raise OSError(28, "No space left on device", str(path))
+        return write_text(path, text, **how)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UserError, match="free some space"):
+        update_folder(folder, "books", TEXT, None)
+    assert {name: (folder / name).read_bytes() for name in before} == before
+    assert not [*folder.glob(".*part*")]
+
+
+@pytest.mark.parametrize("name", ["metrics.json", "README.md"])
+def test_a_link_in_place_of_the_card_is_refused_before_the_model_is_evaluated(folder, books, fails, name):
+    (folder / name).rename(folder / "other")
+    (folder / name).symlink_to("other")
+    assert "is a link" in fails("evaluate", folder, f"--corpus={books}", "--update_card")
+    assert (folder / name).is_symlink()
 
 
 @pytest.mark.parametrize("written", ["by the run", "by hand"])

@@ -13,10 +13,12 @@ import transformers
 from conftest import HEADS
 from huggingface_hub import HfApi
 from promises.test_models import book_state
+from safetensors.torch import save_file
 from transformers import AutoTokenizer, BertConfig
 
 import d2l_bert
 from d2l_bert.__main__ import main
+from d2l_bert.messages import UserError
 from d2l_bert.model_cards.card import render_card
 from d2l_bert.modeling.conversion import read_model
 from d2l_bert.modeling.d2l_checkpoints import d2l_tokenizer, from_d2l, read_d2l, to_d2l
@@ -123,6 +125,32 @@ def test_shards_old_layer_norm_names_and_half_precision_are_read(tmp_path):
     again, _ = read_model(save(bert, tmp_path / "old", state))
     assert ours.dtype == torch.float16
     assert all(torch.equal(again.state_dict()[name], value) for name, value in ours.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_of_numbers_that_are_no_weights_are_refused(kind, name, tmp_path):
+    bert = stock("ForPreTraining")
+    bert.config.save_pretrained(tmp_path)
+    for weight in ("bert.encoder.layer.0.output.LayerNorm.weight", "cls.predictions.decoder.bias"):
+        state = {n: v.clone() for n, v in bert.state_dict().items()}
+        state[weight] = state[weight].to(kind)
+        for old, new in (("", ""), ("LayerNorm.weight", "LayerNorm.gamma")):
+            named = {n.replace(old, new): v for n, v in state.items()}
+            if name.endswith(".bin"):
+                torch.save(named, tmp_path / name)
+            else:
+                save_file(named, tmp_path / name, {"format": "pt"})
+            with pytest.raises(UserError, match="float32"):
+                read_model(str(tmp_path))
+
+
+def test_whole_numbers_that_are_no_weights_are_passed_over(tmp_path):
+    """Transformers 3 saved the numbers of positions."""
+    bert = stock("ForPreTraining")
+    positions = {"bert.embeddings.position_ids": torch.arange(bert.config.max_position_embeddings)[None]}
+    ours, _ = read_model(save(bert, tmp_path / "old", {**bert.state_dict(), **positions}))
+    assert_same_outputs(bert, ours)
 
 
 def test_all_modules_of_a_sentence_transformer_are_copied_from_a_folder_and_from_the_hub(here, tmp_path):

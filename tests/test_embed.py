@@ -4,6 +4,7 @@ import random
 import re
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -158,8 +159,12 @@ def test_vectors_that_were_saved_find_the_same_lines_and_are_not_computed_again(
         module, "vectors_of", lambda texts, *more: computed.append(len(texts)) or vectors_of(texts, *more)
     )
     assert nearest_shown(embed(model, str(tmp_path / "saved.parquet"), config)) == nearest_shown(fresh)
-    assert computed == [1, 1]  # the text, and the first line, by which another model is told
+    assert computed == [1, module.COMPARED]  # the text, and some lines, by which another model is told
     assert "another model" in fails("embed", encoders / "stock", tmp_path / "saved.parquet", "--nearest", "the crane")
+    embed(str(encoders / "stock"), str(tmp_path / "lines.txt"), EmbedConfig(output=str(tmp_path / "stock.parquet")))
+    ours, theirs = (pq.read_table(tmp_path / f"{name}.parquet") for name in ("saved", "stock"))
+    pq.write_table(pa.concat_tables([ours.slice(0, 150), theirs.slice(150)]), tmp_path / "mixed.parquet")
+    assert "another model" in fails("embed", model, tmp_path / "mixed.parquet", "--nearest", "the crane")
     words = ["embed", model, tmp_path / "saved.parquet", "--output", tmp_path / "again.parquet"]
     assert "has vectors already" in fails(*words)
     for name, rows in (

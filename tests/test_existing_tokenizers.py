@@ -12,6 +12,7 @@ from test_export import NODE_MODULES, needs_node
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast
 
+from d2l_bert.messages import UserError
 from d2l_bert.modeling.loading import hash_of_model
 from d2l_bert.tokenization.encoding import SentenceEncoder
 from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
@@ -21,6 +22,7 @@ from d2l_bert.tokenization.wordpiece import (
     extend_wordpiece,
     general_tokenizer,
     save_tokenizer,
+    stock_tokenizer,
     text_backend,
     tokenizer_fingerprint,
 )
@@ -302,3 +304,31 @@ def test_a_word_in_several_pieces_is_one_word_of_a_list_and_each_piece_a_word_to
     ids = tokenizer(word, add_special_tokens=False)["input_ids"]
     starts = [place for place, token in enumerate(ids) if not maker.is_continuation[token]]
     assert starts == ([0, 1] if kind == "kmers" else [0, 100])
+
+
+def test_a_carriage_return_inside_of_a_line_of_vocab_txt_is_refused_as_readers_differ_in_it(tmp_path):
+    (tmp_path / "vocab.txt").write_bytes("\n".join([*SPECIAL_TOKENS, "a", "b\rc", "d", ""]).encode())
+    with pytest.raises(UserError, match="line 7 holds a carriage return"):
+        load_tokenizer(str(tmp_path / "vocab.txt"))
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(UserError, match="line 7 holds a carriage return"):
+        stock_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("sign", ["\x85", "\u2028", "\u2029", "\x0c", "\xa0", " "])
+def test_other_ends_of_lines_in_vocab_txt_are_read_as_bert_reads_them(sign, tmp_path):
+    content = "\n".join([*SPECIAL_TOKENS, f"a{sign}b", f"c{sign}", "d", ""])
+    (tmp_path / "vocab.txt").write_bytes(content.encode())
+    ours = load_tokenizer(str(tmp_path / "vocab.txt")).get_vocab()
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert ours == AutoTokenizer.from_pretrained(tmp_path).get_vocab() and ours["c"] == 6
+
+
+@pytest.mark.parametrize("entry", ["x\ny", "x\ry", None])
+def test_a_vocabulary_that_is_no_list_of_lines_gets_no_vocab_txt(entry, tmp_path, caplog):
+    """Each entry behind it would have another number there."""
+    words = [*SPECIAL_TOKENS, "a", *([entry] if entry else []), "b"]
+    numbers = {word: number + (entry is None and word == "b") for number, word in enumerate(words)}
+    save_tokenizer(general_tokenizer(Tokenizer(models.WordPiece(numbers, unk_token="[UNK]"))), tmp_path)
+    assert not (tmp_path / "vocab.txt").exists() and "no vocab.txt" in caplog.text
+    assert stock_tokenizer(str(tmp_path)).get_vocab() == numbers

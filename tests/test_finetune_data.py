@@ -323,6 +323,18 @@ def test_an_option_that_the_rows_give_no_effect_is_refused(task, rows, option, w
     assert word in line and "leave it out" in line and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("label", ["7" * 5000, "y" * 5000], ids=["digits", "letters"])
+def test_a_label_of_thousands_of_characters_is_shortened_in_a_message(label, trained, tmp_path, fails):
+    rows = [{"text": f"a {number}", "label": label} for number in range(4)]
+    words = ["finetune", trained, f"--output_dir={tmp_path / 'out'}"]
+    options = file_options(tmp_path, train=rows)
+    assert len(fails(*words, *options, "--task=text-classification")) < 400
+    assert len(fails(*words, *options, "--task=text-classification", f"--label_column={label}")) < 600
+    assert len(fails(*words, *options, "--task=regression")) < 900
+    options = file_options(tmp_path, train=rows_of(12, 0), validation=rows)
+    assert len(fails(*words, *options, "--task=text-classification")) < 600
+
+
 def test_the_predictions_of_a_run_hold_cells_as_they_were_read(trained, tmp_path):
     rows = [{"id": "=1+1", **row} for row in rows_of(6, 0)]
     options = file_options(tmp_path, train=rows, test=rows)

@@ -52,6 +52,34 @@ def test_outputs_and_loss_are_those_of_stock_bert(head, attention, act):
     assert isinstance(model(**batch), tuple) and torch.equal(model(**batch, return_dict=True)[0], usual[0])
 
 
+@pytest.mark.parametrize(
+    ("head", "problem"),
+    [
+        *((head, None) for head in HEADS if head != "Model"),
+        *(("ForSequenceClassification", problem) for problem in ("regression", "multi_label_classification")),
+    ],
+)
+def test_the_loss_of_a_model_in_float64_is_exact_in_float64(head, problem):
+    """As its gradient is: by differences of losses, which float32 would round to nothing."""
+    options = {"num_labels": 3} if head in ("ForSequenceClassification", "ForTokenClassification") else {}
+    if problem:
+        options = {"num_labels": 1 if problem == "regression" else 3, "problem_type": problem}
+    model, batch = of_head(head, **options).double().eval(), stacked(make_rows(head))
+    if problem:
+        batch["labels"] = torch.rand(len(batch["input_ids"]), model.config.num_labels, dtype=torch.float64)
+    weight = model.bert.encoder.layer[0].addnorm1.LayerNorm.bias
+    step = 1e-6 * torch.eye(len(weight), dtype=torch.float64)[0]
+    loss = model(**batch).loss
+    (gradient,) = torch.autograd.grad(loss, weight)
+    with torch.no_grad():
+        weight += step
+        more = model(**batch).loss
+        weight -= 2 * step
+        less = model(**batch).loss
+    assert loss.dtype == torch.float64
+    assert float((more - less) / 2e-6) == pytest.approx(float(gradient[0]), rel=1e-5, abs=1e-8)
+
+
 @every_head
 def test_any_head_loads_from_any_other_and_only_missing_weights_are_new(head, tmp_path):
     of_head(head).save_pretrained(tmp_path)

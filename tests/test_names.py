@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import time
 
 import pytest
 from cards_in_html import TABLE, Page, names, page_of
@@ -90,6 +91,37 @@ def test_a_name_is_plain_text_wherever_it_stands_on_a_card(contents_of, facts, p
     least = 5 if shown(name).strip() else 0
     assert page.text.count(shown(name)) >= least, content
     assert set(local_pictures(content)) <= set(PICTURES)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("![](a.png) `![](b.png)` ![](c.png)", ["a.png", "c.png"]),
+        ("``![](a.png)` ![](b.png)`` ![](c.png)", ["c.png"]),
+        ("`![](a.png)\n\n` ![](b.png)", ["a.png", "b.png"]),  # a span ends with its paragraph
+        (r"\`![](a.png)` ![](b.png)", ["a.png", "b.png"]),
+        (r"\\`![](a.png)` ![](b.png)", ["b.png"]),
+        ("```\n![](a.png)\n````\n![](b.png)", ["b.png"]),
+        (r"\\![](a.png) \![](b.png)", ["a.png"]),
+        ("````\n```\n![](a.png)\n````\n![](b.png)", ["b.png"]),
+        ("~~~ x\n```\n![](a.png)\n~~~\n![](b.png)", ["b.png"]),
+        ("```x``` ![](a.png)\n![](b.png)", ["a.png", "b.png"]),  # a span, and no fence
+        ("![](a.png)\n```\n![](b.png)", ["a.png"]),  # a block without an end
+    ],
+)
+def test_pictures_in_code_are_none(text, shown):
+    assert local_pictures(text) == shown == [given["src"] for tag, given in Page(text).elements if tag == "img"]
+
+
+@pytest.mark.parametrize(
+    "part", ["`", "` ", "`` ` ", "``` \n", "\n```", "\\`", "![", "![](", "[", "\\", "![`", "~~~\n`"]
+)
+def test_the_time_to_find_the_pictures_of_a_card_grows_with_its_length(part):
+    """A card has 100,000 bytes at most; a time that grows with the square would be minutes."""
+    started = time.monotonic()
+    local_pictures(part * (100_000 // len(part)))
+    local_pictures("".join(f"{'`' * n} " for n in range(440)))  # runs of which each has another length
+    assert time.monotonic() - started < 2
 
 
 @settings(max_examples=200, deadline=None)

@@ -145,6 +145,16 @@ def test_a_file_that_the_record_does_not_list_is_not_read_unchecked(tokens, fail
     assert "does not list train/ids.bin" in fails("pretrain", "--corpus", tokens, "--dry_run")
 
 
+@pytest.mark.parametrize(("part", "whole"), [("unknown_characters", "characters"), ("merged_types", "word_types")])
+def test_a_part_of_a_text_that_is_more_than_the_text_is_refused(tokens, part, whole, fails):
+    record = record_of(tokens)
+    account = record["counts"]["account"]
+    account[part] = account[whole] + 1
+    sign(tokens, record)
+    assert part in fails("prepare", "--check", tokens)
+    assert part in fails("pretrain", "--corpus", tokens, "--max_unknown_share=1", "--dry_run")
+
+
 def test_a_folder_of_a_newer_version_says_so(tokens, fails):
     (tokens / "prepared.json").write_text(json.dumps({"format": 99, "all": "other"}))
     assert "newer version" in fails("prepare", "--check", tokens)

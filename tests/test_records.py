@@ -81,6 +81,20 @@ def test_a_name_that_leaves_its_folder_is_refused(tmp_path, name):
         inside(tmp_path, name)
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "\ud800", "b/" * 3000 + "c"])
+def test_a_name_that_no_file_can_have_is_one_line(tmp_path, name):
+    with pytest.raises(UserError, match="do not use this folder") as error:
+        inside(tmp_path, name)
+    assert len(str(error.value)) < 700
+
+
+def test_a_link_to_itself_and_one_to_nothing_are_no_crash(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "nothing").symlink_to("gone")
+    for name in ("loop", "nothing"):
+        assert not inside(tmp_path, name).exists()
+
+
 def test_a_link_that_leaves_its_folder_is_refused_and_those_of_the_hub_s_cache_are_not(tmp_path):
     secret, folder = tmp_path / "id_rsa", tmp_path / "model"
     secret.write_text("secret")

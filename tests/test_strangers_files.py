@@ -67,6 +67,25 @@ def test_figures_of_an_attempt_that_cannot_be_are_one_line(trained, tmp_path, fa
     assert said in line
 
 
+def test_a_model_of_an_attempt_that_has_changed_is_not_taken_over(trained, tmp_path, fails):
+    rows = list(rows_of(12, 0))
+    options = [*file_options(tmp_path, train=rows, validation=rows), "--max_steps=1", "--task=classification"]
+    finetune(trained, tmp_path / "out", *options)
+    again = ["finetune", trained, *options, f"--output_dir={tmp_path / 'out'}", "--resume_from_checkpoint=latest"]
+    (model,) = (tmp_path / "out").glob("attempts/*/model")
+    whole = load_file(model / "model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in whole.items()}, model / "model.safetensors", {"format": "pt"})
+    assert "model.safetensors is not as it was saved" in fails(*again)
+    (model / "model.safetensors").unlink()
+    assert "model.safetensors is missing" in fails(*again)
+    result = json.loads((model.parent / "result.json").read_text())
+    del result["sha256"]
+    (model.parent / "result.json").write_text(json.dumps(result))
+    assert "config.json was not saved with it" in fails(*again)
+    shutil.rmtree(model.parent)
+    assert main([str(word) for word in again]) == 0
+
+
 def test_weights_that_config_json_names_elsewhere_are_refused(trained, tmp_path, fails):
     model = shutil.copytree(trained, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())

@@ -370,6 +370,24 @@ def test_a_hostile_tokenizer_is_refused_in_one_line_and_at_once(what, model, cap
     assert "panicked" not in capfd.readouterr().err
 
 
+DAMAGED = {
+    "half": {"model": {"type": "WordPiece"}},
+    "no added tokens": {"added_tokens": None},
+    "a number as a token": {"added_tokens": [5]},
+    "no such part": {"post_processor": {"type": "x"}},
+    "a list of entries": {"model": {"type": "WordPiece", "vocab": []}},
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_a_damaged_tokenizer_is_said_by_its_file_and_with_a_way_out(what, model):
+    file = model("bert") / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **DAMAGED[what]}))
+    for command in ("fill-mask", "prepare with a file", "publish"):
+        said = refusal(command)
+        assert "tokenizer.json" in said and ("fetch it again" in said or "put the right one back" in said)
+
+
 @pytest.mark.parametrize(
     "entry",
     [

@@ -181,3 +181,40 @@ def test_a_report_that_nobody_reads_fails_after_the_work(monkeypatch, capsys):
         report.info("figures")
         done.append("published")
     assert done and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("file", "file is no folder"),
+        ("file/out", "file is no folder"),
+        ("file/a/out", "file is no folder"),
+        ("to_file/out", "to_file is a link to a file"),
+        ("nowhere/out", "nowhere is a link that leads nowhere"),
+        ("loop/out", "loop is a link that leads nowhere"),
+    ],
+)
+def test_what_stands_in_the_way_of_a_folder_is_named(tmp_path, name, said):
+    (tmp_path / "file").touch()
+    for link, target in (("to_file", "file"), ("nowhere", "gone"), ("loop", "loop")):
+        (tmp_path / link).symlink_to(target)
+    writers = [folders.locked_folder, lambda path: folders.atomic_folder(path, "")]
+    for writer in writers if "/" in name else writers[:1]:
+        with pytest.raises(UserError, match=f"{said}; take it out") as error, writer(tmp_path / name):
+            pytest.fail("it works")
+        assert "make it writable" not in str(error.value)
+
+
+def test_a_folder_in_place_of_a_lock_is_named(tmp_path):
+    (tmp_path / ".lock").mkdir()
+    with (
+        pytest.raises(UserError, match=r"\.lock is a folder, and no file; take it out"),
+        folders.locked_folder(tmp_path),
+    ):
+        pytest.fail("it works")
+
+
+def test_an_output_that_is_a_link_to_itself_is_one_line(tmp_path, books, fails):
+    (tmp_path / "loop").symlink_to("loop")
+    for place in ("loop", "loop/out"):
+        assert "leads nowhere" in fails("pretrain", f"--corpus={books}", f"--output_dir={tmp_path / place}")

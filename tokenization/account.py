@@ -3,6 +3,7 @@
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable
+from typing import TypedDict
 
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerBase
@@ -23,6 +24,35 @@ from d2l_bert.tokenization.wordpiece import plain_backend, text_backend
 # Beyond these shares a line names the cause, and the option that mends it: of characters in [UNK]; of characters that
 # are dropped (marks: `NOTICEABLE`); of word types that became equal to another; of vocabulary entries with a digit.
 REMARKED_UNKNOWN, REMARKED_DROPPED, REMARKED_MERGED, REMARKED_DIGITS = 0.01, 0.005, 0.01, 0.25
+
+
+class AccountRecord(TypedDict):
+    """As `account_of` counts."""
+
+    characters: int
+    unknown_characters: int
+    dropped_marks: int
+    dropped_characters: int
+    word_types: int
+    merged_types: int
+    merged_examples: list[list[str]]
+
+
+def check_account(account: AccountRecord) -> None:
+    """Raise `ValueError` if an account that was read from a file holds numbers that no text has."""
+    for name, value in account.items():
+        is_count = name != "merged_examples"
+        if is_count and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63):
+            raise ValueError(f"the count of {name:.100} is {value!r:.100}")
+    for part, whole in (
+        ("unknown_characters", "characters"),
+        ("dropped_characters", "characters"),
+        ("merged_types", "word_types"),
+    ):
+        if account[part] > account[whole]:
+            raise ValueError(f"the count of {part} is more than that of {whole}")
+    if any(len(pair) != 2 for pair in account["merged_examples"]):
+        raise ValueError("merged_examples holds something else than pairs")
 
 
 def unknown_share(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> float:
@@ -63,7 +93,8 @@ def account_of(words: Counter, tokenizer: PreTrainedTokenizerBase) -> dict:
         encoding = backend.encode(word, add_special_tokens=False)
         if unk in (ids := encoding.ids):
             spans = zip(ids, encoding.offsets, strict=True)
-            unknown += count * sum(end - start for id, (start, end) in spans if id == unk)
+            found = sum(end - start for id, (start, end) in spans if id == unk)
+            unknown += count * min(found, len(word))  # of one character a tokenizer may make several tokens
         of_tokens.setdefault(tuple(ids), []).append(word)
     for same in of_tokens.values():
         different = {unicodedata.normalize("NFKC", word).lower(): word for word in same}

@@ -13,7 +13,7 @@ from d2l_bert.folders import cached
 from d2l_bert.tokenization.processes import in_order
 from d2l_bert.tokenization.rules import NO_CONTROLS, ZERO_WIDTH_SPACE, WordUnit
 from d2l_bert.tokenization.text_store import Blocks, TextPart
-from d2l_bert.tokenization.token_store import STORE_FORMAT, Section, write_store
+from d2l_bert.tokenization.token_store import STORE_FORMAT, Section, check_store, write_store
 from d2l_bert.tokenization.wordpiece import CONTINUATION, plain_backend, text_backend
 
 
@@ -64,7 +64,9 @@ def prepare_tokens(
         write_store(partial, len(tokenizer), text.source_count, sections, documents=part.document_count())
         _opened.cache_clear()  # in the calling process, if no others were started
 
-    return cached(folder, "tokens", [ENCODING_FORMAT, STORE_FORMAT, part.identity(), backend, word_unit], write)
+    return cached(
+        folder, "tokens", [ENCODING_FORMAT, STORE_FORMAT, part.identity(), backend, word_unit], write, check_store
+    )
 
 
 @functools.lru_cache(maxsize=1)

@@ -9,7 +9,13 @@ from tokenizers import Tokenizer
 from transformers import BertTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from d2l_bert.messages import UserError, reading_model, refuse_first
-from d2l_bert.tokenization.model_files import check_tokenizer_rules, check_within, find_file, panics_explained
+from d2l_bert.tokenization.model_files import (
+    check_tokenizer_rules,
+    check_within,
+    find_file,
+    panics_explained,
+    read_vocabulary,
+)
 from d2l_bert.tokenization.wordpiece import (
     CONTINUATION,
     SPECIAL_TOKENS,
@@ -158,7 +164,7 @@ def _read_file(file):
         check_tokenizer_rules(file)
     with panics_explained():
         backend = None if is_text else Tokenizer.from_file(str(file))
-    entries = file.read_text(encoding="utf-8").removesuffix("\n").split("\n") if is_text else [*backend.get_vocab()]
+    entries = read_vocabulary(file) if is_text else [*backend.get_vocab()]
     missing = [token for token in SPECIAL_TOKENS if token not in entries]
     (most, times), *_ = Counter(entries).most_common(1)
     refuse_first(

@@ -8,8 +8,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
+from tokenizers import Tokenizer
 from transformers.utils import cached_file
 
 from d2l_bert.messages import READ_ERRORS, UserError, explained
@@ -198,14 +199,22 @@ MOST_GROWTH = 1000
 MOST_REPETITIONS = 4
 
 
+class RulesFile(TypedDict):
+    """The entries of tokenizer.json that every reader needs."""
+
+    model: dict
+    added_tokens: list[dict]
+
+
 def check_tokenizer_rules(file: Path) -> None:
     """
-    Refuse a tokenizer.json whose rules can take the time or the memory of the machine for a short text.
+    Refuse a tokenizer.json that is damaged, or whose rules can take the time or the memory of the machine for a short
+    text.
 
     Raises:
         UserError: the file cannot be read, or has such a rule.
     """
-    content, growth = read_record(file), 1
+    content, growth = read_record(file, RulesFile), 1
     way_out = "do not use this tokenizer"
     model = content.get("model")
     longest = model.get("max_input_chars_per_word", 0) if isinstance(model, dict) else 0
@@ -232,6 +241,9 @@ def check_tokenizer_rules(file: Path) -> None:
                 growth *= 2  # a letter that is not ASCII becomes two or more
     if growth > MOST_GROWTH:
         raise UserError(f"{file}: its replacements make a text {growth:,} times as long; {way_out}")
+    damaged = f"{file}: is damaged, or is no file of a tokenizer"
+    with panics_explained(), explained(damaged, "fetch it again, or save the tokenizer again", Exception):
+        Tokenizer.from_file(str(file))
 
 
 def is_endless(pattern: str) -> bool:
@@ -264,6 +276,25 @@ def is_endless(pattern: str) -> bool:
         position += 1
     alternatives = re.split(r"\|", plain)
     return any(len(re.findall(r"[*+]|\{\d*,\d*\}", each)) > MOST_REPETITIONS for each in alternatives)
+
+
+def read_vocabulary(file: Path) -> list[str]:
+    """
+    The entries of a vocab.txt, a line each. White space at the end of a line is no part of its entry, as in BERT's own
+    code and in the library tokenizers.
+
+    Raises:
+        UserError: a line holds a carriage return: some readers take it for the end of a line, and some do not, so that
+            all entries behind it have one id or another.
+    """
+    lines = file.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
+    entries = [line.rstrip() for line in lines]
+    for number, entry in enumerate(entries, 1):
+        if "\r" in entry:
+            raise UserError(
+                f"{file}: line {number:,} holds a carriage return, {entry!r:.50}; end lines with a line feed alone"
+            )
+    return entries
 
 
 @contextlib.contextmanager
@@ -344,9 +375,26 @@ def _shard(name, index, shard):
     return file
 
 
-def shapes_of_weights(name: str | Path, pickles: bool = True) -> dict[str, tuple[int, ...]]:
+class StoredWeight(NamedTuple):
     """
-    The shapes of a model's weights by their names, from the headers of its files: no weight is read.
+    What a file of weights says of one.
+
+    Args:
+        shape: its shape.
+        kind: the type of its numbers, as PyTorch (`torch.float32`) or safetensors (`F32`) names it.
+    """
+
+    shape: tuple[int, ...]
+    kind: str
+
+
+# The kinds of numbers that a weight may have: the others cannot be trained, and would be turned into these unsaid.
+KINDS_OF_WEIGHTS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
+
+
+def stored_weights(name: str | Path, pickles: bool = True) -> dict[str, StoredWeight]:
+    """
+    What a model's files say of its weights, by their names, in the headers of the files: no weight is read.
 
     Args:
         name, pickles: as in `weight_files`.
@@ -354,23 +402,24 @@ def shapes_of_weights(name: str | Path, pickles: bool = True) -> dict[str, tuple
     Raises:
         UserError: a file is damaged, is no file of weights, or holds pickled code.
     """
-    shapes = {}
+    stored = {}
     for file in weight_files(name, pickles):
-        shapes |= _shapes_of_pickle(file) if file.suffix == ".bin" else _shapes_of_safetensors(file)
-    return shapes
+        stored |= _stored_in_pickle(file) if file.suffix == ".bin" else _stored_in_safetensors(file)
+    return stored
 
 
-def _shapes_of_safetensors(file):
+def _stored_in_safetensors(file):
     from safetensors import SafetensorError, safe_open
 
     with (
         explained(f"{file}: cannot be read", "save the model again, or fetch it again", SafetensorError, *READ_ERRORS),
         safe_open(file, "np") as opened,
     ):
-        return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
+        slices = {name: opened.get_slice(name) for name in opened.keys()}
+        return {name: StoredWeight(tuple(of.get_shape()), str(of.get_dtype())) for name, of in slices.items()}
 
 
-def _shapes_of_pickle(file):
+def _stored_in_pickle(file):
     """Of a file of `torch.save`, whose tensors are not read: they go to the device `meta`."""
     import torch
 
@@ -378,7 +427,7 @@ def _shapes_of_pickle(file):
         is_zip = opened.read(2) == b"PK"
     try:
         state = torch.load(file, map_location="meta", weights_only=True, mmap=is_zip)
-        shapes = {str(name): tuple(weight.shape) for name, weight in state.items()}
+        stored = {str(name): StoredWeight(tuple(weight.shape), str(weight.dtype)) for name, weight in state.items()}
         held = {name: weight.untyped_storage().nbytes() for name, weight in state.items()}
         sizes = {name: weight.numel() * weight.element_size() for name, weight in state.items()}
     except Exception:  # each kind of damage raises another one; PyTorch advises to run the code in the file
@@ -389,7 +438,7 @@ def _shapes_of_pickle(file):
     for name, size in sizes.items():
         if size > held[name]:
             raise UserError(f"{file.name}: the weight {name!r:.100} is larger than its data; do not use this model")
-    return shapes
+    return stored
 
 
 def check_numbers(content: object, most: int) -> str:

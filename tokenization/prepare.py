@@ -1,21 +1,26 @@
 """From text to a `PreparedText` (tokenizer, tokens, held-out documents): calls the other files of this folder."""
 
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from d2l_bert.folders import cache_folder, cached, short_hash
 from d2l_bert.messages import UserError, explained, shortened
+from d2l_bert.records import read_record
 from d2l_bert.tokenization import prepared_folder, wordpiece
 from d2l_bert.tokenization.account import (
     REMARKED_UNKNOWN,
+    AccountRecord,
     account_line,
     account_of,
+    check_account,
     facts_of,
     remarks,
     share_unknown,
@@ -23,7 +28,7 @@ from d2l_bert.tokenization.account import (
 )
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig, dataset_and_config
 from d2l_bert.tokenization.encoding import prepare_tokens
-from d2l_bert.tokenization.rules import Rules, choose_rules, contents_of, count_words
+from d2l_bert.tokenization.rules import Contents, Rules, RulesRecord, choose_rules, contents_of, count_words
 from d2l_bert.tokenization.sentences import Source
 from d2l_bert.tokenization.sources import dataset_source, file_source
 from d2l_bert.tokenization.text_store import TextPart, TextStore, held_out_documents, prepare_text
@@ -230,6 +235,23 @@ def read_sources(sources: Sequence[Source], language: str | None) -> tuple[str, 
     return name, store
 
 
+CONTENT_FILE = "content.json"
+
+
+class FoundInSample(TypedDict):
+    """The content of content.json in the cache: what `fit_tokenizer` has found in a sample of a text."""
+
+    account: AccountRecord
+    contents: Contents
+
+
+class TrainedTokenizer(FoundInSample):
+    """And the tokenizer that it has trained on the sample."""
+
+    rules: RulesRecord
+    pieces: list[str]
+
+
 def fit_tokenizer(
     run: TextConfig, existing: PreTrainedTokenizerBase | None, sample: TextPart
 ) -> tuple[PreTrainedTokenizerBase, dict, dict]:
@@ -267,9 +289,10 @@ def fit_tokenizer(
         cache_folder(),
         "tokenizer",
         [TOKENIZER_FORMAT, sample.identity(), made_of],
-        lambda partial: (partial / "content.json").write_text(json.dumps(fit())),
+        lambda partial: (partial / CONTENT_FILE).write_text(json.dumps(fit())),
+        functools.partial(_read_fitted, is_trained=existing is None),
     )
-    found = json.loads((path / "content.json").read_text())
+    found = _read_fitted(path, is_trained=existing is None)
     tokenizer = existing or wordpiece.make_tokenizer(found["pieces"], Rules(**found["rules"]))
     if not existing:
         settings = ", ".join(f"{name} {value}" for name, value in found["rules"].items())
@@ -278,3 +301,22 @@ def fit_tokenizer(
             f"them with digits"
         )
     return tokenizer, found["account"], found["contents"]
+
+
+def _read_fitted(folder, is_trained):
+    """
+    What `fit_tokenizer` has written into a folder of the cache; with `is_trained`, it holds a tokenizer's pieces.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    found = read_record(folder / CONTENT_FILE, TrainedTokenizer if is_trained else FoundInSample)
+    check_account(found["account"])
+    if is_trained:
+        pieces = set(found["pieces"])
+        if len(pieces) < len(found["pieces"]) or not pieces.issuperset(wordpiece.SPECIAL_TOKENS):
+            raise ValueError("the pieces are no vocabulary")
+        if found["rules"].keys() != RulesRecord.__annotations__.keys():
+            raise ValueError("the rules are those of another version")
+        Rules(**found["rules"])  # raises for those that there are not
+    return found

@@ -24,11 +24,19 @@ from d2l_bert.folders import cache_folder, cached, content_hash, short_hash
 from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, refuse_first, shortened
 from d2l_bert.records import check_type, inside, read_record
 from d2l_bert.tokenization import wordpiece
+from d2l_bert.tokenization.account import AccountRecord, check_account
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
 from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
 from d2l_bert.tokenization.rules import WordUnit
 from d2l_bert.tokenization.sources import PREPARED_FILE
-from d2l_bert.tokenization.token_store import ARRAYS, STORE_FILE, STORE_FORMAT, TokenizedCorpus, join_stores
+from d2l_bert.tokenization.token_store import (
+    ARRAYS,
+    STORE_FILE,
+    STORE_FORMAT,
+    TokenizedCorpus,
+    check_store,
+    join_stores,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -46,18 +54,6 @@ class FileRecord(TypedDict):
 
     bytes: int
     sha256: str
-
-
-class AccountRecord(TypedDict):
-    """As `account.account_of` counts."""
-
-    characters: int
-    unknown_characters: int
-    dropped_marks: int
-    dropped_characters: int
-    word_types: int
-    merged_types: int
-    merged_examples: list[list[str]]
 
 
 # What the tokenizer is, and what it makes of the text to evaluate on. (A `class` of a `TypedDict` cannot have an entry
@@ -356,7 +352,11 @@ def _joined(folders, parts, kept):
             (partial / name).mkdir()
             join_stores(partial / name, len(parts[0].tokenizer), [getattr(part, name) for part in parts], documents)
 
-    path = cached(cache_folder(), "joined", [STORE_FORMAT, [part.fingerprint() for part in parts]], write)
+    def check(path):
+        for name in STORES:
+            check_store(path / name)
+
+    path = cached(cache_folder(), "joined", [STORE_FORMAT, [part.fingerprint() for part in parts]], write, check)
     return {name: TokenizedCorpus(path / name) for name in STORES}
 
 
@@ -440,8 +440,8 @@ def _check_options(options):
 
 def _check_numbers(counts):
     """Check that counts are counts, and that they can be added up and divided."""
-    account = {name: value for name, value in counts["account"].items() if name != "merged_examples"}
-    for name, value in (*account.items(), *counts["reading"].items()):
+    check_account(counts["account"])
+    for name, value in counts["reading"].items():
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
             raise ValueError(f"the count of {name:.100} is {value!r:.100}")
     if not -(2**63) <= counts["text_fingerprint"] < 2**63:
@@ -449,8 +449,6 @@ def _check_numbers(counts):
     share = counts["tokenizer"]["unknown_share"]
     if not math.isfinite(share) or not 0 <= share <= 1:
         raise ValueError(f"unknown_share is {share}, and a share is from 0 to 1")
-    if any(len(pair) != 2 for pair in counts["account"]["merged_examples"]):
-        raise ValueError("merged_examples holds something else than pairs")
 
 
 def _text_of(folder, record):

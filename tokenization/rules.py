@@ -7,7 +7,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
 import numpy as np
 import regex
@@ -120,6 +120,18 @@ class Rules:
         return pre_tokenizers.Sequence([of_bert, *splits]) if splits else of_bert
 
 
+class RulesRecord(TypedDict):
+    """The fields of `Rules`, in a file."""
+
+    lowercase: bool
+    strip_accents: bool
+    pre_tokenizer: str
+    individual_digits: bool
+    zero_width_spaces: bool
+    keep_joiners: bool
+    unicode_normalization: Literal["none", "NFC", "NFKC"]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What a text is made of
 
@@ -163,6 +175,21 @@ def split_words(
         for piece, _ in splitter.pre_tokenize_str(text) if splitter else [(text, None)]:
             split[piece] += count
     return split
+
+
+class Contents(TypedDict):
+    """As `contents_of` gives them."""
+
+    marks: float
+    has_hangul: bool
+    zero_width_spaces: float
+    joiners: float
+    long_words: float
+    word_unit: WordUnit
+    mixed_forms: float
+    mixed_case: float
+    dotless: float
+    script: str
 
 
 def contents_of(words: Counter) -> dict:

@@ -279,8 +279,8 @@ def texts_in(
             text = row.get(column)
             if not isinstance(text, str | None):
                 raise ValueError(
-                    f"{place}: column {column!r} holds {type(text).__name__}, not text; write a text there, or name "
-                    f"another column with --text_column"
+                    f"{place}: column {column!r:.100} holds {type(text).__name__}, not text; write a text there, or "
+                    f"name another column with --text_column"
                 )
             names |= row
             yield text or "", row
@@ -467,7 +467,7 @@ def _check_columns(names, columns):
     for column in columns or ():
         if names and column not in times:
             known = shortened(", ".join(map(repr, names)), 500)
-            raise ValueError(f"no column {column!r}; it has {known}: name one with --text_column")
+            raise ValueError(f"no column {column!r:.100}; it has {known}: name one with --text_column")
 
 
 def _json_rows(file):

@@ -11,12 +11,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 import pyarrow as pa
 
 from d2l_bert.folders import cached
-from d2l_bert.messages import UserError, counted, shortened, with_progress
+from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, shortened, with_progress
+from d2l_bert.records import read_record
 from d2l_bert.tokenization.sentences import FEWEST_DOCUMENTS, Source, all_documents, split_sentences
 
 
@@ -34,6 +36,16 @@ _SCHEMA = pa.schema([("sentences", pa.list_(pa.string())), *((name, pa.int64()) 
 # Blocks are written, and read by `TextStore.read`, in batches of at least this many characters: some 10,000 of the
 # blocks of a log in which each line is a document.
 BATCH_CHARACTERS = 1 << 20
+
+
+COUNTS_FILE = "counts.json"
+
+
+class TextCounts(TypedDict):
+    """The content of counts.json: what was read and how, and the number of sources."""
+
+    reading: dict[str, int]
+    sources: int
 
 
 def prepare_text(sources: Sequence[Source], language: str, folder: Path) -> Path:
@@ -59,9 +71,22 @@ def prepare_text(sources: Sequence[Source], language: str, folder: Path) -> Path
                 writer.write_batch(batch)
         for source in sources:
             counts.update(source.counts)
-        (partial / "counts.json").write_text(json.dumps({"reading": +counts, "sources": len(sources)}))
+        (partial / COUNTS_FILE).write_text(json.dumps({"reading": +counts, "sources": len(sources)}))
 
-    return cached(folder, "text", [TEXT_FORMAT, [source.identity for source in sources], language], write)
+    return cached(folder, "text", [TEXT_FORMAT, [source.identity for source in sources], language], write, _check_text)
+
+
+def _check_text(folder):
+    """Raise an exception if a folder is no text store, or its blocks are of no document or no source."""
+    counts = read_record(folder / COUNTS_FILE, TextCounts)
+    numbers = {name: column.to_numpy() for name, column in zip(_NUMBERS, Blocks(folder).table.columns, strict=True)}
+    documents, sources = numbers["document"], numbers["source"]
+    if len(documents) and (documents[0] != 0 or not np.isin(np.diff(documents), (0, 1)).all()):
+        raise ValueError("the blocks are of documents that do not follow each other")
+    if len(sources) and not 0 <= sources.min() <= sources.max() < counts["sources"]:
+        raise ValueError("a block is of no source")
+    if len(sources) and numbers["characters"].min() < 0:
+        raise ValueError("a block has fewer than no characters")
 
 
 def _batches(blocks):
@@ -101,6 +126,8 @@ class Blocks:
         self.folder = folder
         # A map of the file would keep the pages that were read in memory; of the numbers it reads no others.
         self.file = pa.ipc.open_file(pa.OSFile(str(folder / "data.arrow")))
+        if self.file.schema != _SCHEMA:
+            raise ValueError(f"{folder}: holds other columns than a text store")
         self.table = pa.ipc.open_file(pa.memory_map(str(folder / "data.arrow"))).read_all().select(_NUMBERS)
         self.batch_starts = np.cumsum([0, *map(len, self.table["hash"].chunks)])
 
@@ -109,7 +136,10 @@ class Blocks:
         for number in np.unique(np.searchsorted(self.batch_starts, blocks, side="right") - 1).tolist():
             first, end = self.batch_starts[number : number + 2]
             inside = blocks[slice(*np.searchsorted(blocks, (first, end)))]
-            yield self.file.get_batch(number).take(pa.array(inside - first))
+            with explained(f"cache {self.folder}: is damaged", "delete it, and read the text again", *READ_ERRORS):
+                batch = self.file.get_batch(number)
+                batch.validate(full=True)  # numbers that point elsewhere would end the process
+            yield batch.take(pa.array(inside - first))
 
 
 class TextStore(Blocks):
@@ -126,7 +156,7 @@ class TextStore(Blocks):
 
     def __init__(self, folder: Path):
         super().__init__(folder)
-        counts = json.loads((folder / "counts.json").read_text())
+        counts = read_record(folder / COUNTS_FILE, TextCounts)
         self.reading, self.source_count = counts["reading"], counts["sources"]
         self.of_blocks = {name: self.table[name].to_numpy() for name in _NUMBERS}
         self._read_firsts = firsts = np.flatnonzero(np.diff(self.of_blocks["document"], prepend=-1))

@@ -222,12 +222,16 @@ class TokenizedCorpus:
         """
         if self.fingerprint != _fingerprint({"types": self.types, "source_ends": self.source_ends}, hashes):
             self._refuse(f"the fingerprint in {STORE_FILE} is of other files")
+        self.check_starts()
+        self.check_ids(self.ids if whole else self.ids[:CHECKED_IDS], vocab_size)
+
+    def check_starts(self) -> None:
+        """Raise `UserError` if the starts of sentences and documents, or the words before these, do not ascend."""
         for name in ("sentence_starts", "document_starts"):
             if not _is_ascending(getattr(self, name), strictly=True):
                 self._refuse(f"{name}.bin does not ascend")
         if not _is_ascending(self.words_before, strictly=False):
             self._refuse("words_before.bin descends")
-        self.check_ids(self.ids if whole else self.ids[:CHECKED_IDS], vocab_size)
 
     def check_ids(self, ids: np.ndarray, vocab_size: int) -> None:
         """Raise `UserError` if some of the store's ids are not of a vocabulary of this size."""
@@ -261,6 +265,11 @@ class TokenizedCorpus:
             yield Section(
                 self.ids[ranges(starts, ends)], ends - starts, words, document_ends, self.hashes[some], sources
             )
+
+
+def check_store(folder: Path) -> None:
+    """Raise `UserError` if a folder is no token store, or its tables point elsewhere; its ids are not looked at."""
+    TokenizedCorpus(folder).check_starts()
 
 
 def _fingerprint(record, hashes):

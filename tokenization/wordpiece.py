@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from d2l_bert.tokenization.model_files import (
     check_tokenizer_settings,
     find_file,
     panics_explained,
+    read_vocabulary,
 )
 from d2l_bert.tokenization.rules import (
     LONGEST_WORD,
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
 CONTINUATION = "##"
+VOCABULARY_FILE = "vocab.txt"
 
 
 # Shares of the vocabulary: all characters are kept that need no more entries than this, however rare they are, ...
@@ -297,7 +300,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder) -> None:
 
     Two entries of `tokenizer_config.json` get the names that version 4 knows: the class of a tokenizer without one of
     its own, and the list of special tokens beside the usual ones. Transformers 5 does not write `vocab.txt`, which the
-    slow tokenizer of version 4 and many tools need.
+    slow tokenizer of version 4 and many tools need. An entry is a line there: of a vocabulary with an entry that holds
+    a line end, or with a number that no entry has, there is no such file, since others would read other numbers.
     """
     tokenizer.save_pretrained(folder)
     config = Path(folder) / "tokenizer_config.json"
@@ -307,9 +311,15 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder) -> None:
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     write_json(config, settings)
-    config.with_name("vocab.txt").write_text(
-        "".join(f"{piece}\n" for piece in pieces(tokenizer)), encoding="utf-8", newline="\n"
-    )
+    entries, file = pieces(tokenizer), config.with_name(VOCABULARY_FILE)
+    cannot_be_a_line = [entry for entry in entries if re.search(r"[\r\n]", entry)]
+    has_each_number = sorted(tokenizer.get_vocab().values()) == list(range(len(entries)))
+    if cannot_be_a_line or not has_each_number:
+        file.unlink(missing_ok=True)
+        why = f"the entry {cannot_be_a_line[0]!r:.50} holds a line end" if cannot_be_a_line else "numbers are left out"
+        logger.warning(f"no {VOCABULARY_FILE} is written, as {why}; tokenizer.json has the whole vocabulary")
+        return
+    file.write_text("".join(f"{entry}\n" for entry in entries), encoding="utf-8", newline="\n")
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase | Tokenizer) -> list[str]:
@@ -355,6 +365,8 @@ def stock_tokenizer(name: str) -> PreTrainedTokenizerBase:
         )
     if rules := find_file(name, "tokenizer.json"):
         check_tokenizer_rules(rules)
+    elif vocabulary := find_file(name, VOCABULARY_FILE):
+        read_vocabulary(vocabulary)
     left_out = {}
     with panics_explained():
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -24,8 +23,9 @@ from d2l_bert.training.data.unpadded import VARLEN
 from d2l_bert.training.held_out import SUMS, held_out_counts, held_out_metrics
 
 
-# What the optimizers keep of a parameter.
-ADAMW_KEYS, MUON_KEYS = {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}
+# What the optimizers keep of each parameter.
+ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
+MUON_KEYS = ("momentum_buffer",)
 
 
 class StepStats(NamedTuple):
@@ -215,15 +215,16 @@ class Learner:
     @torch.no_grad()
     def load(self, saved: checkpoint.Checkpoint) -> None:
         """Load weights, optimizer state and the moving average from a checkpoint, whose identity is this run's."""
-        for name, tensor in self._read(saved.path / checkpoint.WEIGHTS_FILE, is_whole=True):
+        for name, tensor in self._read(saved.path / checkpoint.WEIGHTS_FILE, {*self.parameters}):
             self.parameters[name].copy_(tensor)
         self.model.tie_weights()
         optimizer_of = {p: opt for opt in self.optimizers for group in opt.param_groups for p in group["params"]}
-        for full_name, tensor in self._read(saved.path / checkpoint.OPTIMIZER_FILE):
+        moments = {f"{name}|{key}" for name, p in self.parameters.items() for key in keys_of(optimizer_of[p])}
+        for full_name, tensor in self._read(saved.path / checkpoint.OPTIMIZER_FILE, moments):
             name, _, key = full_name.partition("|")
             optimizer_of[self.parameters[name]].state[self.parameters[name]][key] = tensor
         if self.average is not None:
-            for name, tensor in self._read(saved.path / checkpoint.AVERAGE_FILE, is_whole=True):
+            for name, tensor in self._read(saved.path / checkpoint.AVERAGE_FILE, {*self.parameters}):
                 self.average.averages[name].copy_(tensor)
         if self.accelerator.scaler:
             what = f"{saved.path / checkpoint.STATE_FILE}: the scaler of fp16 cannot be read"
@@ -248,45 +249,42 @@ class Learner:
                 gathered[name] = tensor.cpu().contiguous()
         return gathered
 
-    def _read_whole(self, path, is_whole):
+    def _read_whole(self, path, names):
         """
-        The tensors in a file of a checkpoint, by their names; none without a file.
+        The tensors in a file of a checkpoint, by their names.
+
+        Args:
+            names: of the tensors that the file must have.
 
         Raises:
-            UserError: the file is damaged, or a tensor is not one of this model by its name, shape or numbers; or, if
-                the file `is_whole`, one of the model's is missing.
+            UserError: the file is damaged; or a tensor is not one of this run by its name, shape or numbers, or is
+                missing.
         """
         way_out = "give another checkpoint-<step> folder"
         if not path.exists():
-            if is_whole:
-                raise UserError(f"{path}: is missing; {way_out}")
-            return {}
+            raise UserError(f"{path}: is missing; {way_out}")
         with explained(f"{path}: cannot be read", way_out, *READ_ERRORS, SafetensorError):
             tensors = load_file(path)
-        keys = defaultdict(set)
         for full_name, tensor in tensors.items():
             name, _, key = full_name.partition("|")
             shape = () if key == "step" else getattr(self.parameters.get(name), "shape", None)
-            if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.isfinite().all():
+            is_known = full_name in names and tensor.shape == shape and tensor.dtype == torch.float32
+            if not is_known or not tensor.isfinite().all():
                 raise UserError(f"{path}: {full_name!r:.100} is no tensor of this model; {way_out}")
-            keys[name].add(key)
-        for name, found in keys.items():
-            if found not in ({""}, ADAMW_KEYS, MUON_KEYS):
-                raise UserError(f"{path}: {name} has not what an optimizer keeps of it; {way_out}")
-        missing = sorted({*self.parameters} - {*tensors}) if is_whole else []
+        missing = sorted(names - {*tensors})
         if missing:
             raise UserError(f"{path}: {missing[0]} is missing; {way_out}")
         return tensors
 
-    def _read(self, path, is_whole=False):
+    def _read(self, path, names):
         """
-        Yield the name of each tensor in a file of `tensors`, and the tensor, in every process; nothing without a file.
+        Yield the name of each tensor in a file of `tensors`, and the tensor, in every process.
 
         The main process reads the file, and sends the tensors to the other processes. A tensor with the shape of its
         parameter is sharded as the parameter is; Adam's step count has the shape ().
         """
         is_main, device = self.accelerator.is_main_process, self.accelerator.device
-        whole = devices.on_main(self._read_whole, path, is_whole, share_result=False) or {}
+        whole = devices.on_main(self._read_whole, path, names, share_result=False) or {}
         shapes = devices.on_main(lambda: {name: (tensor.shape, tensor.dtype) for name, tensor in whole.items()})
         for name, (shape, dtype) in shapes.items():
             parameter = self.parameters[name.partition("|")[0]]
@@ -392,6 +390,11 @@ def make_adamw(
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=epsilon, fused=True)
+
+
+def keys_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """The names of the tensors that an optimizer keeps of each of its parameters, from the first step on."""
+    return MUON_KEYS if isinstance(optimizer, Muon) else ADAMW_KEYS
 
 
 # ---------------------------------------------------------------------------------------------------------------------

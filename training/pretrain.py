@@ -22,7 +22,7 @@ from accelerate.utils import gather_object
 from transformers.utils import logging as transformers_logging
 
 from d2l_bert import folders
-from d2l_bert.messages import GO_ON, UserError, is_out_of_memory, refuse_first, report
+from d2l_bert.messages import GO_ON, UserError, explained, is_out_of_memory, refuse_first, report
 from d2l_bert.model_cards.config import check_license
 from d2l_bert.model_cards.publish import check_push, publish_run
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
@@ -82,7 +82,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
         if run.init_from is not None and not resumed:  # what cannot be loaded is refused before the text is read
             on_main(initialize.start_from, run, architecture, share_result=False)
         if run.push_to_hub:
-            run = dataclasses.replace(run, hub_model_id=run.hub_model_id or folder.resolve().name)
+            run = dataclasses.replace(run, hub_model_id=run.hub_model_id or folders.real(folder).name)
             on_main(check_push, run.hub_model_id, run.known_license(), run.dry_run)
         text = main_first(initialize.prepare_with_tokenizer, run)
         with together():
@@ -120,7 +120,7 @@ def check_options(architecture: D2lBertConfig, run: PretrainConfig) -> list[str]
             f"max_position_embeddings of a fresh model": (run.max_seq_length > positions),
             **{
                 f"output_dir {folder} lies in the text {path}, and would be read as text; name one outside": (
-                    Path(path).is_dir() and folder.resolve().is_relative_to(Path(path).resolve())
+                    Path(path).is_dir() and folders.real(folder).is_relative_to(folders.real(path))
                 )
                 for folder in [run_folder.folder_of(run)]
                 for path in run.text_paths()
@@ -183,6 +183,10 @@ def train(
         run = dataclasses.replace(run, max_steps=max_steps, num_train_epochs=None, max_minutes=None)
         with together():
             steps = TrainingSteps(run, text, max_steps, ranks, on_gpu=accelerator.device.type == "cuda")
+            if resumed:
+                what = f"{resumed.path / checkpoint.STATE_FILE}: is of no run on this text"
+                with explained(what, "give another checkpoint-<step> folder", ValueError):
+                    steps.check_place(state["step"], tuple(state["cursor"]), state.get("words_seen", 0.0))
         if run.dry_run:
             report_dry_run(run, learner, steps, int(text.train.words_before[-1]))
             return

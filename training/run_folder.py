@@ -73,13 +73,13 @@ def check_output_folder(run, folder: Path, start: str | None, is_finetuning: boo
     record = folder / card.RUN_FILE
     of_killed_runs = {folders.LOCK_FILE, folders.hidden(record).name, folders.lock_of(record).name}
     entries = {path.name for path in folder.iterdir()} - of_killed_runs
-    source, resumed = Path(start or "").resolve(), run.resume_from_checkpoint
+    source, resumed = folders.real(start or ""), run.resume_from_checkpoint
     of_finetuning = "finetune" in read_record(folder / card.RUN_FILE)
     is_named, is_kept = resumed not in (None, "latest"), not run.overwrite_output_dir
     ways_out = "replace it with --overwrite_output_dir, or name another folder"
     cases = {
         "holds the model to start from; name another folder": (
-            start and source.exists() and folder.resolve() in (source, *source.parents)
+            start and source.exists() and folders.real(folder) in (source, *source.parents)
         ),
         f"holds other files ({min(entries, default='')}) and no run; name a new or empty folder": (
             entries and card.RUN_FILE not in entries
@@ -92,7 +92,7 @@ def check_output_folder(run, folder: Path, start: str | None, is_finetuning: boo
                 resumed and not is_kept
             ),
             f"holds another run than that of {resumed}; name a new folder": (
-                is_named and Path(resumed).resolve().parent != folder.resolve()
+                is_named and folders.real(resumed).parent != folders.real(folder)
             ),
             f"holds a finished run and no checkpoint to go on from; {ways_out}": (
                 is_kept

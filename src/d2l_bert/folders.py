@@ -17,7 +17,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from huggingface_hub import constants
 
-from d2l_bert.messages import UserError, explained, writing
+from d2l_bert.messages import READ_ERRORS, UserError, explained, writing
 
 
 logger = logging.getLogger(__name__)
@@ -226,6 +226,11 @@ def base_name(path: str | Path) -> str:
     return os.fsencode(os.path.basename(os.path.abspath(path))).decode(errors="replace")
 
 
+def real(path: str | Path) -> Path:
+    """The absolute path that a path leads to, without links; for a link to itself `Path.resolve` raises."""
+    return Path(os.path.realpath(path))
+
+
 def sync(path: Path) -> None:
     """Flush a file, or the directory entries of a folder, from the operating system's cache to the disk (fsync)."""
     if IS_WINDOWS:  # Windows opens no folder, and flushes no file that is open for reading
@@ -364,7 +369,13 @@ def _say_once(line):
     logger.warning(line)
 
 
-def cached(folder: Path, kind: str, identity: Sequence, write: Callable[[Path], object]) -> Path:
+def cached(
+    folder: Path,
+    kind: str,
+    identity: Sequence,
+    write: Callable[[Path], object],
+    check: Callable[[Path], object] = lambda path: None,
+) -> Path:
     """
     The folder of the cache with what follows from some values of JSON, written by `write_once` if it is not there.
 
@@ -374,18 +385,20 @@ def cached(folder: Path, kind: str, identity: Sequence, write: Callable[[Path], 
         folder: the cache.
         kind: the beginning of the name.
         identity: the values.
-        write: as in `write_once`.
+        write, check: as in `write_once`.
 
     Raises:
         UserError: the cache cannot be written.
     """
     versions = [importlib.metadata.version(name) for name in ("sentencex", "tokenizers")]
     path = folder / f"{kind}-{short_hash(versions, unicodedata.unidata_version, *identity)}"
-    write_once(path, write)
+    write_once(path, write, check)
     return path
 
 
-def write_once(path: Path, write: Callable[[Path], object]) -> None:
+def write_once(
+    path: Path, write: Callable[[Path], object], check: Callable[[Path], object] = lambda path: None
+) -> None:
     """
     Write a folder of the cache atomically, unless it exists and is whole (`_is_whole`).
 
@@ -396,12 +409,14 @@ def write_once(path: Path, write: Callable[[Path], object]) -> None:
     Args:
         write: gets the path of the empty temporary folder. An `OSError` that it raises is reported as an error of
             writing the cache, so `write` must turn errors of reading its sources into other exceptions.
+        check: raises an exception of `READ_ERRORS`, such as a `UserError`, if a whole folder does not hold what
+            `write` writes, as one whose files and hashes were changed: it is written anew, too.
 
     Raises:
         UserError: the cache cannot be written.
     """
     with writing(f"cache {path.parent}", ANOTHER_CACHE):
-        if _is_whole(path):
+        if _is_whole(path) and _is_as(path, check):
             return
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = FileLock(path.with_name(f".{path.name}.lock"))
@@ -411,7 +426,7 @@ def write_once(path: Path, write: Callable[[Path], object]) -> None:
             logger.info(f"waiting for another process, which writes the same text into the cache {path.parent}")
             held = lock.acquire()
         with held:
-            if _is_whole(path):  # another process wrote the folder while this one waited for the lock
+            if _is_whole(path) and _is_as(path, check):  # another process wrote it while this one waited
                 return
             if os.path.lexists(path):
                 logger.warning(f"cache {path}: is not as it was written; it is made anew")
@@ -458,6 +473,14 @@ def _is_whole(folder):
             if file["marks"] != _marks(path) and file["sha256"] != content_hash(path):
                 return False
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # the seal itself is damaged
+        return False
+    return True
+
+
+def _is_as(path, check):
+    try:
+        check(path)
+    except READ_ERRORS:
         return False
     return True
 

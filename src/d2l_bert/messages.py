@@ -50,6 +50,7 @@ def refuse_first(cases: dict[str, object], prefix: str = "") -> None:
 # The causes of an OSError that lie outside of this package: space, a file in use, permissions, memory or the network.
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 IN_USE = {errno.EBUSY, errno.ETXTBSY, errno.EAGAIN}
+IN_THE_WAY = {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 ENVIRONMENT_ERRORS = {
     *NO_SPACE,
     *IN_USE,
@@ -86,9 +87,29 @@ def writing(place: object, way_out: str = "") -> Iterator[None]:
         if number is None and in_message:
             number = errno.ENOSPC
         said = os.strerror(number) if number else error
+        if number in IN_THE_WAY and (obstacle := _obstacle(error, place)):
+            raise UserError(f"{place}: cannot be written, as {obstacle}; take it out{way_out}") from None
         if elsewhere := _elsewhere(error, place):
             raise UserError(f"{elsewhere}: cannot be used ({said}); {_advice(number)}") from None
         raise UserError(f"{place}: cannot be written ({said}); {_advice(number)}{way_out}") from None
+
+
+def _obstacle(error, place):
+    """
+    What stands where a folder or a file is to be, in words; "" if nothing can be found.
+
+    Of the path that an `OSError` names, it is the first part that is no folder; or, where a file is to be, the folder.
+    """
+    named = getattr(error, "filename2", None) or getattr(error, "filename", None) or place
+    if not isinstance(named, (str, bytes, Path)):
+        return ""
+    path = Path(os.fsdecode(named)).absolute()
+    for part in (*reversed(path.parents), path):
+        if os.path.lexists(part) and not part.is_dir():
+            leads = part.is_symlink() and not part.exists()
+            kind = "a link that leads nowhere" if leads else "a link to a file" if part.is_symlink() else "no folder"
+            return f"{part} is {kind}"
+    return f"{path} is a folder, and no file" if path.is_dir() and error.errno == errno.EISDIR else ""
 
 
 def _advice(number):

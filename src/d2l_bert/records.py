@@ -1,7 +1,9 @@
 """JSON files, which may be a stranger's, read as the type that is declared; names of files that stay in a folder."""
 
+import contextlib
 import importlib.metadata
 import json
+import os
 import sys
 import types
 import typing
@@ -153,6 +155,14 @@ def inside(folder: Path, name: str) -> Path:
     if not name or "\0" in name or "\\" in name or any(part in ("", ".", "..") or ":" in part for part in parts):
         raise UserError(f"{folder}: names {name!r:.200}, which is no file in this folder; do not use this folder")
     path = folder.joinpath(*parts)
+    try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.lstat()
+    except (OSError, ValueError) as error:  # it is too long, or no text that a file system takes
+        why = getattr(error, "strerror", None) or "no file has such a name"
+        raise UserError(
+            f"{folder}: names {name!r:.200}, which cannot be read ({why}); do not use this folder"
+        ) from None
     refuse_link_outwards(path, folder)
     if path.exists() and not path.is_file():
         raise UserError(f"{path}: is no regular file; do not use this folder")
@@ -170,7 +180,7 @@ def refuse_link_outwards(path: Path, folder: Path) -> None:
     Raises:
         UserError: the path leads out of the folder.
     """
-    real, home = path.resolve(), folder.resolve()
+    real, home = Path(os.path.realpath(path)), folder.resolve()  # `resolve` raises for a link to itself
     blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
     if not real.is_relative_to(home) and not real.is_relative_to(blobs):
         raise UserError(f"{path}: is a link that leads out of {folder}; put the file itself there, or take it out")

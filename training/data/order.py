@@ -193,6 +193,19 @@ class EpochPairs:
             is_last = window + 1 == self.windows(epoch)
             epoch, window, first = (epoch + 1, 0, 0) if is_last else (epoch, window + 1, 0)
 
+    def has(self, cursor: tuple[int, int, int], taken: int) -> bool:
+        """
+        Whether a cursor may stand behind the last of some pairs.
+
+        Args:
+            taken: the number of pairs that were taken from `START` on.
+        """
+        epoch, window, first = cursor
+        # Each epoch has a pair, or is one of so many windows without.
+        if epoch > taken * MOST_EMPTY_WINDOWS or window >= self.windows(epoch):
+            return False
+        return first <= len(self.window(epoch, window))
+
     def pairs_in_an_epoch(self) -> float:
         """
         The number of pairs in an epoch: exact if an epoch is one window; else an estimate from the first window with a

@@ -99,6 +99,28 @@ class TrainingSteps:
             size = run.pairs_a_step(batch_size, length)
             self.stages.append(Stage(first_step, end_step, *of_length[length], size))
 
+    def check_place(self, done: int, cursor: tuple[int, int, int], words: float) -> None:
+        """
+        Check where a run stands that goes on, which its checkpoint says and anybody could have changed there.
+
+        Args:
+            done: the steps that are done, at least one.
+            cursor: the `Step.cursor` of the last of them.
+            words: the words of the text in all of them.
+
+        Raises:
+            ValueError: no run can have come there in so many steps.
+        """
+        began = [stage for stage in self.stages if stage.first_step < done]
+        taken = [(min(done, stage.end_step) - stage.first_step) * stage.pairs_a_step for stage in began]
+        if not began[-1].pairs.has(cursor, sum(taken)):
+            raise ValueError(f"the text has no pairs at the place {list(cursor)}")
+        tokens = sum(pairs * stage.pairs.length for pairs, stage in zip(taken, began, strict=True))
+        corpus = began[-1].make_batch.tokens
+        most_a_token = (np.diff(corpus.words_before) / np.diff(corpus.first_tokens(np.arange(len(corpus) + 1)))).max()
+        if words > tokens * most_a_token + 1:  # sums of floats may differ from those of other machines
+            raise ValueError(f"{done:,} steps do not have {words:,.3g} words")
+
     def draw(self, start: int = 0, cursor: tuple[int, int, int] = START) -> Iterator[tuple]:
         """
         Yield what the steps from `start` on are made of (`self[drawn]`).

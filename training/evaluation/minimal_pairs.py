@@ -27,16 +27,19 @@ class MinimalPair(NamedTuple):
     Two sentences that differ in one contrast of grammar.
 
     Args:
-        paradigm: the name of the contrast, in BLiMP `UID`, such as `adjunct_island`.
+        paradigm: the name of the contrast, in BLiMP `UID`, such as `adjunct_island`; of pairs without one the name
+            of their file.
         phenomenon: what the paradigm belongs to, in BLiMP `linguistics_term`, such as `island_effects`; of pairs
-            without one that of BLiMP's paradigm, or the paradigm itself.
+            without one that of BLiMP's paradigm by their `UID`, or the paradigm itself.
         good, bad: the grammatical and the ungrammatical sentence.
+        has_uid: whether they name their paradigm themselves: a file may have the name of any.
     """
 
     paradigm: str
     phenomenon: str
     good: str
     bad: str
+    has_uid: bool = True
 
 
 def read_blimp(place: str) -> list[MinimalPair]:
@@ -56,9 +59,10 @@ def read_blimp(place: str) -> list[MinimalPair]:
         for sentence in (good, bad):
             if not isinstance(sentence, str) or not sentence.strip():
                 raise UserError(f"{where}: no sentence_good, or no sentence_bad; each line of BLiMP has both")
-        paradigm = str(row.get("UID") or name)
-        phenomenon = str(row.get("linguistics_term") or PHENOMENON_OF.get(paradigm, paradigm))
-        pairs.append(MinimalPair(paradigm, phenomenon, good, bad))
+        has_uid = bool(row.get("UID"))
+        paradigm = str(row["UID"]) if has_uid else name
+        phenomenon = str(row.get("linguistics_term") or (has_uid and PHENOMENON_OF.get(paradigm)) or paradigm)
+        pairs.append(MinimalPair(paradigm, phenomenon, good, bad, has_uid))
     if not pairs:
         raise UserError(
             f"blimp {place}: no folder with a .jsonl file of minimal pairs; give one with BLiMP's files, or {FROM_HUB}"
@@ -68,14 +72,15 @@ def read_blimp(place: str) -> list[MinimalPair]:
 
 def name_of_pairs(pairs: Sequence[MinimalPair], place: str) -> str:
     """
-    What the pairs are called in tables and files: `BLiMP` if each is of one of its 67 paradigms, which have 1,000
-    pairs each, under the phenomenon that it has there; for all others "minimal pairs of" and the folder's name.
+    What the pairs are called in tables and files: `BLiMP` if each names one of its 67 paradigms, which have 1,000
+    pairs each, by its `UID`, under the phenomenon that it has there; for all others "minimal pairs of" and the
+    folder's name.
 
     Args:
         place: as in `read_blimp`.
     """
     counts = Counter(pair.paradigm for pair in pairs)
-    are_known = all(PHENOMENON_OF.get(pair.paradigm) == pair.phenomenon for pair in pairs)
+    are_known = all(pair.has_uid and PHENOMENON_OF.get(pair.paradigm) == pair.phenomenon for pair in pairs)
     if are_known and max(counts.values()) <= PAIRS_OF_A_PARADIGM:
         return BLIMP
     return f"minimal pairs of {folders.base_name(place)}"

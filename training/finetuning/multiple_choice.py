@@ -46,7 +46,7 @@ class MultipleChoice(tasks.Task):
 
     def read(self, row, split):
         columns, names, cells = self.columns["choices_column"], [], row.cells
-        choices, places = [cells.get(column) for column in columns], [f"column {column!r}" for column in columns]
+        choices, places = [cells.get(column) for column in columns], [f"column {column!r:.100}" for column in columns]
         if len(columns) == 1:
             choices = tasks.json_in(choices[0], columns[0])
             if isinstance(choices, dict):  # as in CommonsenseQA and ARC
@@ -62,7 +62,7 @@ class MultipleChoice(tasks.Task):
                     f"{places[0]} holds {type(choices).__name__}, not a list of choices; give JSONL or Parquet with "
                     f"lists, or name a column for each choice with --choices_column"
                 )
-            places = [f"choice {number} (from 0) of column {columns[0]!r}" for number in range(len(choices))]
+            places = [f"choice {number} (from 0) of column {columns[0]!r:.100}" for number in range(len(choices))]
         texts = (*self.texts(cells), *map(tasks.check_text, choices, places))
         if not tasks.is_filled(cells.get(self.label)):
             return row._replace(texts=texts)

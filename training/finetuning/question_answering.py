@@ -162,7 +162,7 @@ def answers_in(value: object, column: str) -> list[tuple[str, int]]:
         ValueError: the cell has another form.
     """
     with explained(
-        f"column {column!r} has no answers in SQuAD's form",
+        f"column {column!r:.100} has no answers in SQuAD's form",
         'write {"text": ["..."], "answer_start": [0]}',
         *(KeyError, TypeError, ValueError, OverflowError),
     ):

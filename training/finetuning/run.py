@@ -18,7 +18,7 @@ from d2l_bert.model_cards.figures import METRICS
 from d2l_bert.modeling import conversion
 from d2l_bert.records import read_record
 from d2l_bert.training import devices, log, run_folder
-from d2l_bert.training.checkpoint import checkpoints, delete_old, versions
+from d2l_bert.training.checkpoint import check_hashes, checkpoints, delete_old, hashes_of, versions
 from d2l_bert.training.finetuning import metrics, output, splits, trainer
 from d2l_bert.training.finetuning.config import FinetuneConfig
 
@@ -41,6 +41,7 @@ class Result(TypedDict):
     validation: NotRequired[dict[str, float]]
     test: NotRequired[dict[str, float]]
     diverged: NotRequired[bool]
+    sha256: NotRequired[dict[str, str]]
 
 
 def finetune(config: FinetuneConfig) -> Path:
@@ -100,7 +101,7 @@ class Run:
         self.folder = Path(config.output_dir or f"{folders.base_name(config.model)}-{config.task}")
         self.task = task = trainer.CLASSES[config.task_type](config)
         self.seeds = range(config.seed, config.seed + config.num_seeds)
-        self.repository = config.hub_model_id or self.folder.resolve().name
+        self.repository = config.hub_model_id or folders.real(self.folder).name
         log.check_trackers(config.report_to, transformers.integrations.get_available_reporting_integrations())
         # What can be refused without the rows, which may be many, is refused before the rows are read.
         task.metric()
@@ -186,8 +187,8 @@ class Run:
 
         Returns:
             The content of the model's `result.json`: `learning_rate`, `seed`, `steps`, `best_step`, `seconds`, the
-            metrics by split, and `log`, the rows of Trainer's log. If the training diverged, `diverged` is true, and
-            there are no metrics and no model.
+            metrics by split, `log`, the rows of Trainer's log, and `sha256` of each file of the model, by its name. If
+            the training diverged, `diverged` is true, and there are no metrics and no model.
         """
         folder, config, task = self.folder_of(rate, seed), self.config, self.task
         if (folder / RESULT_FILE).exists():
@@ -238,7 +239,8 @@ class Run:
         The result of a model that an earlier run has finished.
 
         Raises:
-            UserError: the file is not one that `attempt` writes for this rate and seed.
+            UserError: the file is not one that `attempt` writes for this rate and seed, or the model beside it has
+                changed.
         """
         result, way_out = read_record(file, Result), f"delete {file.parent}, and it is trained again"
         if (result["learning_rate"], result["seed"]) != (rate, seed):
@@ -251,6 +253,10 @@ class Run:
                 raise messages.UserError(f"{file}: its log has a row that is not one of numbers; {way_out}")
         if result.get("diverged"):
             return result
+        saved = file.parent / output.MODEL_FOLDER
+        if saved.exists():  # of a finished run, only the best attempt still has its model
+            with messages.explained(f"{saved}: is not as it was trained", way_out, messages.UserError):
+                check_hashes(saved, result.get("sha256", {}), (output.WEIGHTS_FILE, "config.json"))
         for split in self.measured():
             measured = result.get(split, {})
             for name in (*self.task.metrics_shown, "loss"):
@@ -290,6 +296,7 @@ def _keep(folder, model, result):
     if model is not None:
         conversion.save_model(model, folder / output.MODEL_FOLDER)
         folders.sync(folder / output.MODEL_FOLDER / output.WEIGHTS_FILE)
+        result["sha256"] = hashes_of(folder / output.MODEL_FOLDER)
     folders.write_json(folder / RESULT_FILE, result)
     delete_old(checkpoints(folder))
     return read_record(folder / RESULT_FILE, Result)

@@ -243,7 +243,7 @@ def _read_dataset(
         rows = found.get(used, [])
         refuse_first(
             {
-                f"dataset {name}: no rows in split {used!r}; it has {', '.join(found)}: name one with "
+                f"dataset {name}: no rows in split {used!r:.100}; it has {', '.join(found)}: name one with "
                 f"--{split}_split": not len(rows)
             }
         )
@@ -305,7 +305,7 @@ def load_splits(config: FinetuneConfig, task: Task) -> dict[str, Split]:
         )
         refuse_first(
             {
-                f"{split.label}: column {task.label!r} is empty; the {name} rows need labels": (
+                f"{split.label}: column {task.label!r:.100} is empty; the {name} rows need labels": (
                     name != "test" and not split.is_labelled
                 )
             }

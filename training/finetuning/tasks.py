@@ -199,12 +199,13 @@ class Task:
         used = [column for columns in self.columns.values() for column in columns]
         for column in used:
             if used.count(column) > 1:
-                raise UserError(f"column {column!r} cannot have two uses; name another column")
+                raise UserError(f"column {column!r:.100} cannot have two uses; name another column")
         for option, columns in self.columns.items():
             for column in columns:
                 if column not in names and (has_labels or option != "label_column"):
                     raise UserError(
-                        f"{label}: no column {column!r}; it has {listed(names) or 'none'}: name one with --{option}"
+                        f"{label}: no column {column!r:.100}; it has {listed(names) or 'none'}: name one with "
+                        f"--{option}"
                     )
 
     def checked(self, row: Row, split) -> Row:
@@ -216,12 +217,12 @@ class Task:
                 it.
         """
         if split.is_labelled and row.label is None and not self.has_unanswerable:
-            raise ValueError(f"column {self.label!r} {self.no_label}")
+            raise ValueError(f"column {self.label!r:.100} {self.no_label}")
         for name in self.names_of(row):
             if name not in self.number_of:
                 raise ValueError(
-                    f"label {name!r} in column {self.label!r} is none of {listed(list(self.number_of))}; correct the "
-                    f"label{', or add training rows with it' if self.classes else ''}"
+                    f"label {name!r:.100} in column {self.label!r:.100} is none of {listed(list(self.number_of))}; "
+                    f"correct the label{', or add training rows with it' if self.classes else ''}"
                 )
         return row
 
@@ -245,8 +246,8 @@ class Task:
         self.classes = [name for name in named if name in found] if named else by_number
         refuse_first(
             {
-                f"{train.label}: every row has the label {self.classes[0]!r} in column {self.label!r}; there is "
-                f"nothing to tell apart: give rows of two classes at least, or name another column with "
+                f"{train.label}: every row has the label {self.classes[0]!r:.100} in column {self.label!r:.100}; "
+                f"there is nothing to tell apart: give rows of two classes at least, or name another column with "
                 f"--label_column": len(self.classes) < least
             }
         )
@@ -263,7 +264,7 @@ class Task:
         for option in self.options_of_texts():
             column = self.columns[option][0]
             texts.append(
-                check_text(cells.get(column), f"column {column!r}", f", or name another column with --{option}")
+                check_text(cells.get(column), f"column {column!r:.100}", f", or name another column with --{option}")
             )
         return tuple(texts)
 
@@ -322,7 +323,7 @@ def json_in(cell: object, column: str) -> object:
     if not isinstance(cell, str) or cell.strip()[:1] + cell.strip()[-1:] not in ("[]", "{}"):
         return cell
     with explained(
-        f"column {column!r} holds {cell:.40}, which is not JSON",
+        f"column {column!r:.100} holds {cell:.40}, which is not JSON",
         'write ["a", "b"], as json.dumps does, or give JSONL or Parquet with lists',
         *(ValueError, RecursionError),
     ):
@@ -341,7 +342,7 @@ def list_in(cells: dict, column: str, option: str, separator: str | None = None)
         return [entry for entry in value.split(separator) if entry.strip()]
     if value is not None and not isinstance(value, list):
         raise ValueError(
-            f"column {column!r} holds {type(value).__name__}, not a list; name another column with --{option}"
+            f"column {column!r:.100} holds {type(value).__name__}, not a list; name another column with --{option}"
         )
     return value or []
 
@@ -359,7 +360,9 @@ def name_of(entry: object, column: str, classes: list[str] | None = None) -> str
     is_number = classes and isinstance(entry, int) and not isinstance(entry, bool)
     is_name = is_filled(entry) and not isinstance(entry, float | list | dict)
     if not is_name or (is_number and not 0 <= entry < len(classes)):
-        raise ValueError(f"column {column!r} holds {entry!r}, which is no label; write a name or a whole number")
+        raise ValueError(
+            f"column {column!r:.100} holds {entry!r:.100}, which is no label; write a name or a whole number"
+        )
     name = classes[entry] if is_number else str(entry).strip()
     return unicodedata.normalize("NFC", name)  # systems write ü as one character or as two
 

@@ -59,8 +59,8 @@ class TextClassification(TextTask):
         value = cells.get(self.label)
         if isinstance(value, list | dict | float) or NO_CLASS.fullmatch(str(value).strip()):
             raise ValueError(
-                f"column {self.label!r} holds {value!r:.40}, not a class; give --task regression for numbers, --task "
-                f"multi_label_classification for lists, or name another column with --label_column"
+                f"column {self.label!r:.100} holds {value!r:.40}, not a class; give --task regression for numbers, "
+                f"--task multi_label_classification for lists, or name another column with --label_column"
             )
         if not tasks.is_filled(value):
             return None
@@ -73,11 +73,11 @@ class TextClassification(TextTask):
         self.learn_classes(train, found, named or (None if others else self.known))
         refuse_first(
             {
-                f"{train.label}: column {self.label!r} has {tasks.listed(others)} beside labels of --task "
+                f"{train.label}: column {self.label!r:.100} has {tasks.listed(others)} beside labels of --task "
                 f"{self.config.task}, {tasks.listed(self.known)}; write these names, or their numbers from 0": (
                     not named and 0 < len(others) < len(found)
                 ),
-                f"{train.label}: every row has a label of its own in column {self.label!r}; name the column of "
+                f"{train.label}: every row has a label of its own in column {self.label!r:.100}; name the column of "
                 f"classes with --label_column": len(self.classes) == len(train.rows) > 2,
             }
         )
@@ -119,17 +119,16 @@ class MultiLabelClassification(TextTask):
             return [tasks.name_of(entry, columns[0], split.class_names.get(columns[0])) for entry in entries]
         for column in columns:
             if cells.get(column) not in (0, 1, "0", "1", "0.0", "1.0"):
-                raise ValueError(f"column {column!r} holds {cells.get(column)!r}; write 0 or 1")
+                raise ValueError(f"column {column!r:.100} holds {cells.get(column)!r:.100}; write 0 or 1")
         return [column for column in columns if float(cells[column]) == 1]
 
     def learn(self, train):
         labels, columns = [row.label for row in train.rows], self.columns["label_column"]
         refuse_first(
             {
-                f"{train.label}: every row has the labels {tasks.listed(sorted(labels[0]))} in column {self.label!r}; "
-                f"name another column with --label_column, or what separates labels with --label_separator": (
-                    all(set(names) == set(labels[0]) for names in labels)
-                )
+                f"{train.label}: every row has the labels {tasks.listed(sorted(labels[0]))} in column "
+                f"{self.label!r:.100}; name another column with --label_column, or what separates labels with "
+                f"--label_separator": (all(set(names) == set(labels[0]) for names in labels))
             }
         )
         # Of several columns each is a label, also one without a 1.
@@ -195,7 +194,7 @@ class Regression(TextTask):
         if not tasks.is_filled(value):
             return None
         with explained(
-            f"column {self.label!r} holds {value!r:.40}, not a finite number in float32 with a decimal point",
+            f"column {self.label!r:.100} holds {value!r:.40}, not a finite number in float32 with a decimal point",
             "write one such as 5.3, or take the row out",
             *(ValueError, TypeError, OverflowError),
         ):
@@ -209,7 +208,7 @@ class Regression(TextTask):
         self.settings["num_labels"] = 1
         refuse_first(
             {
-                f"{train.label}: the numbers in column {self.label!r} differ by {self.deviation:.3g} around "
+                f"{train.label}: the numbers in column {self.label!r:.100} differ by {self.deviation:.3g} around "
                 f"{self.mean:.9g} (standard deviation, mean), too little for float32, in which models compute; "
                 f"subtract a constant from them, or name another column with --label_column": (
                     self.deviation <= LEAST_STEPS * np.spacing(np.float32(abs(self.mean)))

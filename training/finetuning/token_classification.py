@@ -34,13 +34,13 @@ class TokenClassification(tasks.Task):
         (column,) = self.columns["text_column"]
         words = tasks.list_in(row.cells, column, "text_column")
         for number, word in enumerate(words, 1):
-            tasks.check_text(word, f"word {number} of column {column!r}")
+            tasks.check_text(word, f"word {number} of column {column!r:.100}")
         names = split.class_names.get(self.label)
         tags = [tasks.name_of(tag, self.label, names) for tag in tasks.list_in(row.cells, self.label, "label_column")]
         if tags and len(tags) != len(words):
             raise ValueError(
-                f"{counted(len(words), 'word')} in column {column!r} and {counted(len(tags), 'tag')} in column "
-                f"{self.label!r}; give each word one tag"
+                f"{counted(len(words), 'word')} in column {column!r:.100} and {counted(len(tags), 'tag')} in column "
+                f"{self.label!r:.100}; give each word one tag"
             )
         return row._replace(texts=tuple(words), label=tags or None)
 
