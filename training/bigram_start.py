@@ -155,8 +155,9 @@ def arrange(model, vectors: WordVectors, generator: torch.Generator) -> None:
     scale = WORD_DEVIATION / words.std()
     words, form = words * scale, form / scale**2
     for table in (bert.embeddings.word_embeddings.weight, mlm.decoder.weight):  # the same one, if they are tied
-        table.zero_()
+        table[:, : columns.start] = 0
         table[:, columns] = words
+        table[:, columns.stop :] *= 0.1  # columns that no vector fills
     bert.embeddings.token_type_embeddings.weight.mul_(0.1)
     word_norm = float((vectors.shares @ words.square().sum(1)).sqrt())
     _look_at_neighbours(bert, word_norm, generator)

@@ -24,9 +24,12 @@ from d2l_bert.tokenization.token_store import TokenizedCorpus, ranges
 # Tokens that are counted at once, and all that are counted at most: more change little, and take 0.15 s a million.
 TOKENS_AT_ONCE, MOST_TOKENS = 2**23, 2**28
 
-# The most different bigrams that are kept, the most frequent ones (lossy counting; Manku and Motwani, 2002). With the
-# indices of their rows and columns they take 0.5 GB.
-MOST_BIGRAMS = 2**24
+# The most different bigrams that are kept, the most frequent ones (lossy counting; Manku and Motwani, 2002). Ten million
+# words of books have 1.2 million.
+MOST_BIGRAMS = 2**23
+
+# The most columns of a word vector: with 30,522 entries and so many columns the vectors take a minute.
+MOST_COLUMNS = 384
 
 # d above.
 SMOOTHING = 0.3
@@ -205,10 +208,10 @@ def word_vectors(bigrams: Bigrams, size: int, generator: torch.Generator) -> Wor
     Word vectors whose products are about the PMI: the leading directions of the weighted PMI and of its transpose.
 
     Args:
-        size: K, at most V.
+        size: K, at most V; `MOST_COLUMNS` if that is less.
         generator: of the directions that the iteration starts from.
     """
-    pmi = WeightedPmi(bigrams)
+    pmi, size = WeightedPmi(bigrams), min(size, MOST_COLUMNS)
     basis = torch.randn(len(pmi.weights), min(size + EXTRA_DIRECTIONS, len(pmi.weights)), generator=generator)
     for _ in range(ITERATIONS):
         after, before = pmi.products(basis, basis)
