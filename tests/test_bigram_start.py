@@ -157,6 +157,14 @@ def test_where_neighbours_tell_nothing_the_start_is_left_out(tmp_path, capsys):
     assert "left out" in capsys.readouterr().err and first == second
 
 
+@pytest.mark.parametrize("sentences", [20, 60])
+def test_a_text_of_some_sentences_is_trained_on(sentences, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("".join(f"A sentence of number {number}.\n" for number in range(sentences)))
+    options = ("--attention_init=bigrams", "--max_steps=1", "--objective=none", "--pairing=sentences")
+    run(tmp_path / "text.txt", tmp_path / "model", *options)
+    assert "attention_init bigrams: " in capsys.readouterr().err
+
+
 def test_one_head_cannot_have_it(books, tmp_path, capsys):
     options = ("--num_attention_heads=1", "--max_steps=1")
     starts = [f"--attention_init={start}" for start in ("bigrams", "neighbours")]

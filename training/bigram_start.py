@@ -90,6 +90,9 @@ def start_from_bigrams(model, run: PretrainConfig, text: PreparedText) -> None:
         counted = (part[~_is_left_out(part, text.train)] for part in pairs.parts(0))
         special = tokenizer.cls_token_id, tokenizer.sep_token_id
         bigrams = count_bigrams(text.train, counted, *special, config.vocab_size)
+        if not len(bigrams.keys):
+            logger.warning("attention_init bigrams: left out, as the text is too short to measure on a part of it")
+            return
         vectors = word_vectors(bigrams, min(config.hidden_size - head_size, config.vocab_size), generator)
         meaningless = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.mask_token_id]
         vectors.words[[number for number in meaningless if number is not None]] = 0
@@ -99,7 +102,7 @@ def start_from_bigrams(model, run: PretrainConfig, text: PreparedText) -> None:
         strength, loss, of_frequencies = calibrate(model, _measured(text, run, left_out))
         if strength == 0:
             model.load_state_dict(fresh)
-            logger.warning("attention_init bigrams: left out, as the neighbours tell nothing of a token in this text")
+            logger.warning("attention_init bigrams: left out, as in this text neighbours tell nothing of a token")
             return
     logger.info(
         f"attention_init bigrams: {bigrams.as_first.sum():,} counted; on text that was left out, an MLM loss of "

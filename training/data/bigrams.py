@@ -123,7 +123,7 @@ def count_bigrams(corpus: TokenizedCorpus, parts: Iterable[np.ndarray], cls: int
 def _in_blocks(pairs):
     """The pairs in blocks of about `TOKENS_AT_ONCE` tokens."""
     tokens_up_to = np.cumsum(pairs["a_end"] - pairs["a_start"] + pairs["b_end"] - pairs["b_start"])
-    borders = range(TOKENS_AT_ONCE, int(tokens_up_to[-1]), TOKENS_AT_ONCE)
+    borders = range(TOKENS_AT_ONCE, int(tokens_up_to[-1]) if len(pairs) else 0, TOKENS_AT_ONCE)
     return np.split(pairs, np.searchsorted(tokens_up_to, borders))
 
 
