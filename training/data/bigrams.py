@@ -24,8 +24,8 @@ from d2l_bert.tokenization.token_store import TokenizedCorpus, ranges
 # Tokens that are counted at once, and all that are counted at most: more change little, and take 0.15 s a million.
 TOKENS_AT_ONCE, MOST_TOKENS = 2**23, 2**28
 
-# The most different bigrams that are kept, the most frequent ones (lossy counting; Manku and Motwani, 2002). Ten million
-# words of books have 1.2 million.
+# The most different bigrams that are kept, the most frequent ones (lossy counting; Manku and Motwani, 2002). Ten
+# million words of books have 1.2 million.
 MOST_BIGRAMS = 2**23
 
 # The most columns of a word vector: with 30,522 entries and so many columns the vectors take a minute.
