@@ -284,10 +284,8 @@ def test_an_encoder_without_heads_gets_fresh_ones_as_before(model):
     assert run("finetune")[0] == 0
 
 
-@pytest.mark.parametrize(
-    "entry", [{"return_dict": False}, {"output_attentions": True}, {"output_hidden_states": True}]
-)
-def test_the_form_of_outputs_that_config_json_asks_for_changes_nothing(entry, model):
+def test_the_form_of_outputs_that_config_json_asks_for_changes_nothing(model):
+    entry = {"return_dict": False, "output_attentions": True, "output_hidden_states": True}
     for kind in ("run", "bert", "tuned"):
         for command in COMMANDS_OF[kind]:
             if command not in ("finetune", "pretrain", "prepare", "export", "publish"):
@@ -563,7 +561,7 @@ def damage_and_run(seed, model):
 
 
 def test_any_damage_of_a_record_gives_one_line_and_writes_nothing(model):
-    found = [damage_and_run(seed, model) for seed in range(60)]
+    found = [damage_and_run(seed, model) for seed in range(25)]
     assert not [*filter(None, found)]
 
 
