@@ -24,6 +24,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -119,13 +120,14 @@ def _is_left_out(pairs, corpus):
 def _measured(text, run, parts) -> Iterator[dict[str, torch.Tensor]]:
     """Batches of the model's arguments, with about `MOST_MEASURED` tokens to predict."""
     make_batch = BatchMaker(text.train, text.tokenizer, run, run.max_seq_length)
-    remaining = MOST_MEASURED
+    remaining = MOST_MEASURED / make_batch.mlm_probability  # tokens
     for part in parts:
-        for batch in batches(make_batch, part[:MOST_MEASURED], run.most_tokens()):
-            yield batch
-            remaining -= int((batch["labels"] != -100).sum())
-            if remaining <= 0:
-                return
+        tokens_up_to = np.cumsum(part["a_end"] - part["a_start"] + part["b_end"] - part["b_start"])
+        some = part[: np.searchsorted(tokens_up_to, remaining) + 1]
+        yield from batches(make_batch, some, run.most_tokens())
+        remaining -= tokens_up_to[len(some) - 1] if len(some) else 0
+        if remaining <= 0:
+            return
 
 
 @contextlib.contextmanager
