@@ -15,6 +15,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import SafetensorError, safe_open
 
 from d2l_bert.folders import base_name, write_json
+from d2l_bert.hub_metadata import check_card
 from d2l_bert.messages import UserError, counted, explained
 from d2l_bert.model_cards import figures
 from d2l_bert.model_cards.markdown import HIDDEN, authored, cell, code, fenced, quoted, shell_words, shown
@@ -401,24 +402,11 @@ def read_card(folder: Path, license: str | None = None) -> ModelCard:
             if path.stat().st_size > LARGEST_CARD:
                 raise ValueError(f"it has more than {LARGEST_CARD:,} bytes")
             text = path.read_text(encoding="utf-8-sig")
-            check_metadata(text)
+            check_card(text)
             card = ModelCard(text)
             card.data.to_yaml()  # metadata that cannot be written again
     card.data.license = license or card.data.license
     return card
-
-
-def check_metadata(text: str) -> None:
-    """
-    Refuse a card whose metadata hold references (YAML's aliases): a few lines of them stand for gigabytes.
-
-    Raises:
-        ValueError: they do, or they are no YAML.
-    """
-    metadata = re.match(r"---\r?\n(.*?)\r?\n---\s*(\n|$)", text, re.DOTALL)
-    for token in yaml.scan(metadata[1]) if metadata else ():
-        if isinstance(token, yaml.AliasToken):
-            raise ValueError(f"its metadata hold the reference *{token.value:.50}; write the values")
 
 
 def rendered_card(folder: Path, name: str | None = None) -> ModelCard:

@@ -175,6 +175,38 @@ def test_no_entry_of_a_strangers_record_becomes_markup(contents_of, facts, place
     assert shown_as_text > 30 and refused, refused
 
 
+def keys(content):
+    """All keys of objects in JSON."""
+    if isinstance(content, dict | list):
+        for entry in content.values() if isinstance(content, dict) else content:
+            yield from keys(entry)
+    if isinstance(content, dict):
+        yield from content
+
+
+def renamed(content, key, name):
+    """JSON in which one key has another name, wherever it stands."""
+    if isinstance(content, dict):
+        return {name if old == key else old: renamed(entry, key, name) for old, entry in content.items()}
+    return [renamed(entry, key, name) for entry in content] if isinstance(content, list) else content
+
+
+@pytest.mark.parametrize("contents_of", [pretrained_contents, tuned_contents])
+def test_no_key_of_a_strangers_records_becomes_markup(contents_of, facts, place):
+    """A key that stands in several records is renamed in all of them."""
+    whole = contents_of(facts, "name")
+    if contents_of is tuned_contents:
+        whole[1]["data"]["shared_with_training"] = {"test": 3}
+    shown_as_text = 0
+    for key in sorted(set(keys(whole))):
+        try:
+            page_of(card_of(place, renamed(whole, key, BAD)), PICTURES)
+            shown_as_text += 1
+        except UserError as error:
+            assert "\n" not in str(error), key
+    assert shown_as_text > 30
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -70,6 +70,15 @@ def test_a_card_that_names_an_address_is_refused_before_it_is_asked(card, tmp_pa
     refused(tmp_path / "set", "names http|names zip")
 
 
+BOMB = "a0: &a0 {x: y}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 9))
+
+
+@pytest.mark.parametrize("name, card", [("README.md", f"\n---\n{BOMB}---\n"), (".huggingface.yaml", BOMB)])
+def test_a_card_of_a_few_lines_that_stand_for_gigabytes_is_refused(name, card, tmp_path):
+    write_files(tmp_path, {"set/a.txt": "Text.", f"set/{name}": card})
+    refused(tmp_path / "set", "reference")
+
+
 @pytest.fixture
 def datasets_here(here, monkeypatch):
     """The local Hub as that of the library `datasets`, too."""

@@ -100,9 +100,10 @@ def test_a_model_whose_outputs_are_not_finite_is_refused(trained, tmp_path, fail
     assert "not finite" in fails("fill-mask", model, "a [MASK]")
 
 
-def test_metadata_that_stand_for_gigabytes_are_refused(tmp_path):
+@pytest.mark.parametrize("before", ["", " ", "\n", "\ufeff"])  # the Hub's library reads metadata after these, too
+def test_metadata_that_stand_for_gigabytes_are_refused(before, tmp_path):
     levels = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]
-    lines = ["---", "a0: &a0 [x, x]", *levels, "license: *a8", "---", "# A model"]
+    lines = [f"{before}---", "a0: &a0 [x, x]", *levels, "license: *a8", "---", "# A model"]
     (tmp_path / "README.md").write_text("\n".join(lines) + "\n")
     with pytest.raises(UserError, match="reference"):
         card.read_card(tmp_path)

@@ -17,6 +17,7 @@ import pyarrow as pa
 import yaml
 
 from d2l_bert.folders import base_name, cache_folder, content_hash, is_own, write_once
+from d2l_bert.hub_metadata import check_card, check_yaml
 from d2l_bert.messages import UserError, counted, explained, shortened, standard_input
 from d2l_bert.records import inside, read_record, refuse_link_outwards
 from d2l_bert.tokenization import tables
@@ -37,6 +38,9 @@ READ_SUFFIXES = (".txt", ".md", ".log", *tables.TABLE_SUFFIXES)
 # How lines divide a text file or rows is found from the first lines or rows with this many characters. A paragraph of
 # several lines that is longer is cut between them, so a file may be larger than the memory.
 READ_CHARACTERS = 1 << 20
+
+# Bytes; cards of data sets with hundreds of configurations have some 100,000.
+LARGEST_CARD = 1 << 22
 
 # With `--documents file`, this many rows of a table or a dataset make one document.
 BLOCK_ROWS = 64
@@ -528,17 +532,22 @@ def _refuse_addresses(folder):
     from huggingface_hub import DatasetCard
 
     cards = []
-    if (folder / config.REPOCARD_FILENAME).is_file():
-        cards.append(DatasetCard.load(folder / config.REPOCARD_FILENAME, ignore_metadata_errors=True).data.to_dict())
-    if (folder / config.REPOYAML_FILENAME).is_file():
-        cards.append(yaml.safe_load((folder / config.REPOYAML_FILENAME).read_text(encoding="utf-8")))
+    for name in (config.REPOCARD_FILENAME, config.REPOYAML_FILENAME):
+        file = folder / name
+        if not file.is_file():
+            continue
+        if file.stat().st_size > LARGEST_CARD:
+            raise ValueError(f"{name} has more than {LARGEST_CARD:,} bytes")
+        content = file.read_text(encoding="utf-8-sig")
+        if name == config.REPOCARD_FILENAME:
+            check_card(content)
+            cards.append(DatasetCard(content, ignore_metadata_errors=True).data.to_dict())
+        else:
+            check_yaml(content)
+            cards.append(yaml.safe_load(content))
     waiting = [card.get("configs") for card in cards if isinstance(card, dict)]
-    seen = set()  # in YAML a part may stand for another, a million times
     while waiting:
         part = waiting.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
         if isinstance(part, dict):
             waiting.extend(part.values())
         elif isinstance(part, list):
