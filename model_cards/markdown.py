@@ -4,10 +4,19 @@ import json
 import re
 import shlex
 
+from d2l_bert.messages import shortened
+
 
 # Characters that show nothing, or turn the order of those beside them: control characters, marks of the direction of
-# writing (Unicode's annex 9), separators of lines, halves of characters (which no file in UTF-8 can hold).
-HIDDEN = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
+# writing (Unicode's annex 9), separators of lines, halves of characters (which no file in UTF-8 can hold), and tags,
+# which repeat ASCII where nobody sees it.
+HIDDEN = re.compile(
+    "[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff"
+    "\U000e0000-\U000e007f]"
+)
+
+# The most characters of a name or a text that a card shows.
+MOST_SHOWN = 1000
 
 # A token such as [MASK] is a link only where a line `[MASK]: address` or brackets with an address follow.
 TOKEN = r"\[[A-Za-z0-9]+\](?![(\[:])"
@@ -22,8 +31,8 @@ MARKUP = re.compile(
 
 
 def shown(text: object) -> str:
-    """Text in one line; characters that show nothing are written as escapes, such as `\\u202e`."""
-    return HIDDEN.sub(_escape, " ".join(str(text).split()))
+    """Text in one line, cut if it is long; characters that show nothing are written as escapes, such as `\\u202e`."""
+    return HIDDEN.sub(_escape, shortened(" ".join(str(text).split()), MOST_SHOWN))
 
 
 def cell(text: object) -> str:
@@ -125,11 +134,13 @@ def _shell_word(word):
     if not HIDDEN.search(word):
         return shlex.quote(word)
     escaped = word.replace("\\", "\\\\").replace("'", "\\'")
-    return f"$'{HIDDEN.sub(_escape, escaped)}'"
+    escaped = HIDDEN.sub(lambda sign: f"\\U{ord(sign[0]):08x}", escaped)
+    return f"$'{escaped}'"
 
 
 def _escape(character):
-    return f"\\u{ord(character[0]):04x}"
+    """The character as JSON, JavaScript and Python's text write it, beyond the first 65,536 in two halves."""
+    return json.dumps(character[0])[1:-1] if ord(character[0]) > 0xFFFF else f"\\u{ord(character[0]):04x}"
 
 
 def _longest_run(text):
