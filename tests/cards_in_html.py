@@ -23,7 +23,18 @@ HOSTILE = (
     *("<img src=x onerror=alert(1)>", "![t](https://x.y/p.png)", "[l](https://x.y)", "<script>", "</table>", "&lt;"),
     *("](https://x.y)", "\n```\n", "\n---\n", "\n## Limits\n", "<!-- end of the figures -->", "-->", "https://x.y/z"),
     *("\n[MASK]: https://x.y\n", "[MASK]", "javascript:alert(1)", "\u202e", "\u2066", "\u200f", "\x1b[31m", "\x85"),
-    *("\u2028", "\0", "=cmd|'/C calc'!A0", "\N{ZERO WIDTH SPACE}", "語", "x" * 300, "<https://x.y>", "$$x$$", "1. "),
+    *(
+        "\U000e0041",
+        "\u2028",
+        "\0",
+        "=cmd|'/C calc'!A0",
+        "\N{ZERO WIDTH SPACE}",
+        "語",
+        "x" * 300,
+        "<https://x.y>",
+        "$$x$$",
+        "1. ",
+    ),
 )
 names = st.lists(st.sampled_from(HOSTILE), min_size=1, max_size=8).map("".join)
 
