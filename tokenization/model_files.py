@@ -231,7 +231,7 @@ MOST_ADDED_CHARACTERS = 2**20
 # Tokens that a text is padded to, however short it is. The longest inputs of encoders have 2**15.
 LONGEST_PADDING = 2**16
 
-# What is put around a text: [CLS] and [SEP] are two. Of any other tokenizer too, a handful.
+# What is put around a text: [CLS] and [SEP] are two. Other tokenizers have a handful, too.
 MOST_IN_TEMPLATE = 32
 
 # Steps of a tokenizer and their arguments, and the characters of these, together: each step is taken for each text.
@@ -248,17 +248,11 @@ MOST_REPETITIONS = 4
 WAY_OUT = "do not use this tokenizer"
 
 
-class AddedToken(TypedDict, total=False):
-    """The entry of an added token that is read."""
-
-    content: str
-
-
 class RulesFile(TypedDict):
     """The entries of tokenizer.json that every reader needs."""
 
     model: dict
-    added_tokens: list[AddedToken]
+    added_tokens: list[dict]
 
 
 def check_tokenizer_rules(file: Path, most_tokens: int | None = None) -> None:
@@ -274,7 +268,7 @@ def check_tokenizer_rules(file: Path, most_tokens: int | None = None) -> None:
     """
     check_size(file)
     content = read_record(file, RulesFile)
-    added = [token.get("content", "") for token in content.get("added_tokens", ())]
+    added = [str(token.get("content", "")) for token in content.get("added_tokens", ())]
     check_added_tokens(file, added)
     _check_vocabulary(file, content.get("model", {}), added, most_tokens)
     _check_steps(file, content)
