@@ -3,13 +3,11 @@
 Stock BERT normalises its embeddings. A model that the other side cannot express is refused, never approximated.
 """
 
-import contextlib
 import copy
 import json
 import math
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TypedDict
 
@@ -17,23 +15,14 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from transformers import BertConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from d2l_bert.messages import READ_ERRORS, UserError, explained, refuse_first
 from d2l_bert.records import check_type
 from d2l_bert.tokenization import model_files
+from d2l_bert.tokenization.model_files import without_log_messages
 
 from . import modeling_d2l_bert
 from .configuration_d2l_bert import ACTIVATIONS, D2lBertConfig
-
-
-@contextlib.contextmanager
-def without_log_messages() -> Iterator[None]:
-    """Within the block, Transformers logs nothing, such as its report of the weights that a checkpoint lacks."""
-    with contextlib.ExitStack() as undo:
-        undo.callback(logging.set_verbosity, logging.get_verbosity())
-        logging.set_verbosity(logging.CRITICAL)
-        yield
 
 
 # Entries of config.json by which Transformers would run code of the model's repository.
@@ -51,11 +40,18 @@ def read_config(name: str) -> PreTrainedConfig:
         name: a folder or an id on the Hub.
 
     Raises:
-        UserError: a file of the folder is refused (`check_folder`), or an entry of config.json is out of its range.
+        UserError: a file of the folder is refused (`check_folder`), an entry of config.json is out of its range, or
+            the model is a decoder, or has one.
         Exception: one of Transformers or the Hub's client, if there is no such model.
     """
     model_files.check_folder(name)
-    config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    try:
+        with without_log_messages():
+            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except AttributeError as error:  # an entry has the name of a property or a method, such as `sub_configs`
+        raise UserError(f"config.json: has an entry that no model has ({error!s:.100}); take it out") from None
+    if config.is_encoder_decoder or getattr(config, "is_decoder", False):
+        raise UserError(f"it is a {config.model_type} model with a decoder; give an encoder, such as a BERT")
     for entry in ENTRIES_OF_CODE:
         if hasattr(config, entry):
             delattr(config, entry)

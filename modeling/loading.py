@@ -45,8 +45,6 @@ def read_parts(auto_class, name: str) -> tuple[PreTrainedConfig, PreTrainedToken
         Exception: one of Transformers or the Hub's client, if there is no such model.
     """
     config = read_config(name)
-    if config.is_encoder_decoder or getattr(config, "is_decoder", False):
-        raise UserError(f"it is a {config.model_type} model with a decoder; give an encoder, such as a BERT")
     if type(config) not in auto_class._model_mapping.keys():
         raise UserError(
             f"{auto_class.__name__} has no {config.model_type} model; give one of d2l-bert, or a stock BERT"

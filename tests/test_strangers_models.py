@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import logging
 import os
 import pickle
 import random
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer, BertConfig, BertForPreTraining
 from d2l_bert.__main__ import main
 from d2l_bert.inference import demo
 from d2l_bert.model_cards.card import carry_card
+from d2l_bert.tokenization import model_files
 from d2l_bert.tokenization.model_files import is_endless
 from d2l_bert.tokenization.wordpiece import save_tokenizer, stock_tokenizer
 
@@ -316,6 +318,52 @@ def test_a_value_that_no_configuration_has_is_refused_in_one_line(entry, model):
             assert "\x1b" not in refusal(command)
 
 
+ESCAPES = "\x1b]0;title\x07\x1b[2J\nsecond line"
+PROPERTIES = ("sub_configs", "is_heterogeneous", "per_layer_attributes", "use_return_dict")
+
+
+@contextlib.contextmanager
+def heard():
+    """Collect all that Transformers logs within the block."""
+    said, logger, handler = [], logging.getLogger("transformers"), logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize(
+    "entry", [*PROPERTIES, "name_or_path", "torch_dtype", "attribute_map", "max_length", "to_dict"]
+)
+def test_what_a_library_logs_of_a_config_sends_nothing_of_it_to_the_terminal(entry, model):
+    for kind, value in (("run", ESCAPES), ("bert", ESCAPES), ("run", {ESCAPES: 1})):
+        edit(model(kind) / "config.json", **{entry: value})
+        with heard() as logged:
+            code, out, err = run("fill-mask")
+        assert not logged and "\x1b" not in out + err and "\nsecond" not in out + err
+        if entry in PROPERTIES or code:
+            refusal("fill-mask")
+
+
+@pytest.mark.parametrize("entry", ["tokenizer_class", "name_or_path", "clean_up_tokenization_spaces", "backend"])
+def test_what_a_library_logs_of_a_tokenizer_sends_nothing_of_it_to_the_terminal(entry, model):
+    for kind, command in (("run", "fill-mask"), ("bert", "fill-mask"), ("bert", "prepare")):
+        edit(model(kind) / "tokenizer_config.json", **{entry: ESCAPES})
+        with heard() as logged:
+            _, out, err = run(command)
+        assert not logged and "\x1b" not in out + err and "\nsecond" not in out + err
+
+
+def test_a_decoder_is_refused_by_every_command(model):
+    for kind in ("run", "bert", "tuned"):
+        edit(model(kind) / "config.json", is_decoder=True)
+        for command in COMMANDS_OF[kind]:
+            if command != "prepare":  # which reads the tokenizer alone
+                assert "decoder" in refusal(command)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Tokenizers
 
@@ -366,6 +414,88 @@ def test_a_hostile_tokenizer_is_refused_in_one_line_and_at_once(what, model, cap
     for command in ("fill-mask", "embed", "evaluate", "finetune", "from bert"):
         refusal(command)
     assert "panicked" not in capfd.readouterr().err
+
+
+PADDING = {"strategy": "BatchLongest", "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]"}
+CLS, TEXT = {"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+KNOWN = {"[CLS]": {"id": "[CLS]", "ids": [2], "tokens": ["[CLS]"]}}
+ADDED = {"special": True, **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)}
+
+
+def template(single, known=KNOWN):
+    return {"type": "TemplateProcessing", "single": single, "pair": TEMPLATE["pair"], "special_tokens": known}
+
+
+COSTLY = {
+    "a fixed padding": {"padding": {**PADDING, "strategy": {"Fixed": 10**5}}},
+    "padding to a multiple": {"padding": {**PADDING, "pad_to_multiple_of": 10**5}},
+    "a long token for padding": {"padding": {**PADDING, "pad_token": "x" * 5000}},
+    "a long template": {"post_processor": template([TEXT, *[CLS] * 5000])},
+    "a template that repeats the text": {
+        "post_processor": {"type": "Sequence", "processors": [template([TEXT] * 30, {})] * 3}
+    },
+    "a special token of many ids": {
+        "post_processor": template([CLS], {"[CLS]": {"id": "[CLS]", "ids": [2] * 5000, "tokens": ["[CLS]"] * 5000}})
+    },
+    "a long unknown token": {"model.unk_token": "x" * 5000},
+    "a long prefix": {"model.continuing_subword_prefix": "#" * 5000},
+    "a long prefix of the decoder": {"decoder": {"type": "WordPiece", "prefix": "#" * 5000, "cleanup": True}},
+    "many normalizers": {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFKD"}] * 5000}},
+    "many splits": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Whitespace"}] * 5000}},
+    "many patterns": {
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": "ab" * 200_000},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+    },
+    "many added tokens": {
+        "added_tokens": [{"id": 100 + number, "content": f"<{number}>", **ADDED} for number in range(5000)]
+    },
+    "a long added token": {"added_tokens": [{"id": 99, "content": "x" * 5000, **ADDED}]},
+    "many entries": {"model.vocab": {str(number): number for number in range(5000)}},
+    "a long entry": {"model.vocab": {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, "x" * 5000: 5}},
+}
+
+
+@pytest.mark.parametrize("what", COSTLY)
+def test_a_tokenizer_that_costs_much_is_refused_before_a_library_reads_it(what, model, monkeypatch):
+    folder = model("bert")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    for place, value in COSTLY[what].items():
+        part, _, entry = place.rpartition(".")
+        (content[part] if part else content)[entry] = value
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    monkeypatch.setattr(model_files, "Tokenizer", None)  # nothing is made of it
+    for command in ("fill-mask", "from bert"):
+        said = refusal(command)
+        assert "do not use this tokenizer" in said or "put back the model's own" in said
+
+
+def test_a_tokenizer_that_is_larger_than_any_is_not_read(model):
+    for name in ("tokenizer.json", "vocab.txt"):
+        folder = model("bert")
+        (folder / "tokenizer.json").unlink()
+        (folder / name).touch()
+        os.truncate(folder / name, 10**9)
+        assert "bytes" in refusal("fill-mask")
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"])
+def test_tokens_that_settings_add_are_few_and_short(name, model):
+    for entries in ({"extra_special_tokens": ["x" * 5000]}, {"extra_special_tokens": ["x"] * 40_000}):
+        file = model("bert") / name
+        file.write_text(json.dumps({**(json.loads(file.read_text()) if file.exists() else {}), **entries}))
+        assert name in refusal("fill-mask")
+
+
+def test_usual_paddings_and_truncations_of_a_tokenizer_are_read(model):
+    folder = model("bert")
+    cut = {"direction": "Right", "max_length": 128, "strategy": "LongestFirst", "stride": 0}
+    edit(folder / "tokenizer.json", padding={**PADDING, "strategy": {"Fixed": 128}}, truncation=cut)
+    edit(folder / "tokenizer_config.json", chat_template="x" * 5000)
+    assert run("fill-mask")[0] == run("embed")[0] == 0
 
 
 DAMAGED = {

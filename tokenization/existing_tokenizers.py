@@ -58,7 +58,7 @@ def read_tokenizer(name: str, config) -> PreTrainedTokenizerBase:
     """
     if not has_tokenizer(name):
         raise UserError("it has no tokenizer; put its tokenizer.json beside it")
-    tokenizer = stock_tokenizer(name)
+    tokenizer = stock_tokenizer(name, config.vocab_size)
     tokens = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
     if tokens > config.vocab_size:
         raise UserError(

@@ -25,6 +25,7 @@ from d2l_bert.tokenization.model_files import (
     find_file,
     panics_explained,
     read_vocabulary,
+    without_log_messages,
 )
 from d2l_bert.tokenization.rules import (
     LONGEST_WORD,
@@ -344,15 +345,17 @@ def rules_of(backend: Tokenizer) -> dict:
 # Load
 
 
-def stock_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def stock_tokenizer(name: str, most_tokens: int | None = None) -> PreTrainedTokenizerBase:
     """
     Load a tokenizer of one of Transformers' own classes. Code in its folder or repository is never run.
 
     Args:
         name: a folder or an id on the Hub.
+        most_tokens: the size of the model's vocabulary, held against the file before the tokenizer is made of it.
 
     Raises:
-        UserError: the tokenizer's class is defined by such code; or Transformers would not follow its tokenizer.json.
+        UserError: the tokenizer's class is defined by such code; or Transformers would not follow its tokenizer.json;
+            or a file is refused (`check_tokenizer_rules`).
         Exception: any exception of `AutoTokenizer`, for a tokenizer that cannot be loaded.
     """
     check_folder(name)
@@ -364,11 +367,11 @@ def stock_tokenizer(name: str) -> PreTrainedTokenizerBase:
             "BertTokenizer"
         )
     if rules := find_file(name, "tokenizer.json"):
-        check_tokenizer_rules(rules)
+        check_tokenizer_rules(rules, most_tokens)
     elif vocabulary := find_file(name, VOCABULARY_FILE):
         read_vocabulary(vocabulary)
     left_out = {}
-    with panics_explained():
+    with panics_explained(), without_log_messages():
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         if isinstance(tokenizer, BertTokenizer):
             left_out = _options_left_out(tokenizer, settings, rules)

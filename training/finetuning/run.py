@@ -17,6 +17,7 @@ from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.model_cards.figures import METRICS
 from d2l_bert.modeling import conversion
 from d2l_bert.records import read_record
+from d2l_bert.tokenization.model_files import without_log_messages
 from d2l_bert.training import devices, log, run_folder
 from d2l_bert.training.checkpoint import check_hashes, checkpoints, delete_old, hashes_of, versions
 from d2l_bert.training.finetuning import metrics, output, splits, trainer
@@ -61,7 +62,7 @@ def finetune(config: FinetuneConfig) -> Path:
         UserError: an option, the data, the model or the output folder is wrong, or a file cannot be written.
     """
     state = devices.start_processes()
-    with devices.restore_host_settings(), conversion.without_log_messages():
+    with devices.restore_host_settings(), without_log_messages():
         with devices.together():
             run = Run(config, state.num_processes)
         with contextlib.ExitStack() as stack:
