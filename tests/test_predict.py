@@ -426,3 +426,17 @@ def test_two_processes_train_and_measure_what_one_does(task, trained, tmp_path):
     for row, other in zip(*logs, strict=True):
         names = row.keys() & {"loss", "eval_loss", "step"}
         assert {name: row[name] for name in names} == pytest.approx({name: other[name] for name in names}, rel=1e-4)
+
+
+def test_a_column_of_bytes_is_left_out_of_a_file_of_text_and_said(tmp_path, caplog):
+    cells = [{"text": "a", "raw": None, "deep": []}, {"text": "b", "raw": b"\xff", "deep": [{"bytes": b"a"}]}]
+    rows = [Row(f"row {number}", row) for number, row in enumerate(cells, 1)]
+    split = Split(label="rows.parquet", name="rows.parquet", rows=rows, fingerprint="")
+    for name in ("out.csv", "out.jsonl", "out.parquet"):
+        caplog.clear()
+        output.write_table(tmp_path / name, split, {"prediction": ["x", "y"]})
+        assert sum("bytes" in record.message for record in caplog.records) == (0 if name == "out.parquet" else 2)
+    assert read_csv(tmp_path / "out.csv") == [{"text": "a", "prediction": "x"}, {"text": "b", "prediction": "y"}]
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert list(map(json.loads, lines)) == [{"text": "a", "prediction": "x"}, {"text": "b", "prediction": "y"}]
+    assert pq.read_table(tmp_path / "out.parquet").num_columns == 4
