@@ -19,7 +19,7 @@ from text_sources import lines_of, packed_by_zstd, texts, write_files, write_tab
 from d2l_bert.messages import UserError
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import open_sources
-from d2l_bert.tokenization.sources import file_source, lines_and_cells
+from d2l_bert.tokenization.sources import dataset_errors, file_source, lines_and_cells
 from d2l_bert.tokenization.tables import file_kind
 from d2l_bert.training.finetuning import splits
 from d2l_bert.training.finetuning.config import FinetuneConfig
@@ -347,3 +347,9 @@ def test_a_dataset_with_such_a_time_is_read(tmp_path):
     config = FinetuneConfig(model="", task="text-classification", dataset=str(tmp_path / "saved"), output_dir="")
     (split,) = splits._read_dataset(str(tmp_path / "saved"), config, ()).values()
     assert split.rows[1].cells == {"text": "two", "time": "33658-09-27T01:46:40.000000"}
+
+
+@pytest.mark.parametrize("error", [StopIteration(), KeyError("feature"), AssertionError()])
+def test_a_dataset_at_which_the_library_breaks_is_said_to_be_empty_or_damaged(error):
+    with pytest.raises(UserError, match="empty or damaged"), dataset_errors("rows", "give another"):
+        raise error
