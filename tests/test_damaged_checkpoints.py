@@ -207,7 +207,21 @@ def test_tensors_of_another_model_are_one_line(saved, books, trained, tmp_path, 
     sign(saved)
     run_folder = shutil.copytree(trained, tmp_path / "model")
     shutil.copytree(saved, run_folder / "checkpoint-20", dirs_exist_ok=True)
-    assert file in resumed(books, run_folder / "checkpoint-20", run_folder, fails)
+    line = resumed(books, run_folder / "checkpoint-20", run_folder, fails)
+    said = {"name": "no tensor", "shape": "(2, 3)", "nan": "not finite", "integers": "int32", "gone": "missing"}
+    assert file in line and said.get(how, "") in line
+
+
+@pytest.mark.parametrize("key", ["step", "exp_avg_sq"])
+def test_numbers_of_an_optimizer_that_are_never_negative_are_refused(key, saved, books, trained, tmp_path, fails):
+    tensors = load_file(saved / "optimizer.safetensors")
+    name = next(name for name in tensors if name.endswith(f"|{key}"))
+    save_file({**tensors, name: torch.full_like(tensors[name], -5)}, saved / "optimizer.safetensors")
+    sign(saved)
+    run_folder = shutil.copytree(trained, tmp_path / "model")
+    shutil.copytree(saved, run_folder / "checkpoint-20", dirs_exist_ok=True)
+    line = resumed(books, run_folder / "checkpoint-20", run_folder, fails)
+    assert name in line and "negative" in line
 
 
 @pytest.mark.parametrize(

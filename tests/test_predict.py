@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, BertConfig, BertModel, pipeline
 from d2l_bert.__main__ import main
 from d2l_bert.messages import UserError
 from d2l_bert.tokenization import long_texts
-from d2l_bert.training.finetuning import output
+from d2l_bert.training.finetuning import output, tasks
 from d2l_bert.training.finetuning.config import PredictConfig
 from d2l_bert.training.finetuning.predict import COLUMN_OPTIONS, restored_task
 from d2l_bert.training.finetuning.splits import Split
@@ -286,9 +286,46 @@ def test_the_tokens_that_are_read_of_a_long_text_are_those_of_the_whole(trained)
 
 
 @pytest.mark.parametrize("direction", ["right", "left"])
+def test_of_long_words_no_more_is_tokenized_than_a_fixed_number_of_characters(direction, trained, monkeypatch):
+    monkeypatch.setattr(long_texts, "MOST_CHARACTERS", 1 << 12)
+    tokenizer = AutoTokenizer.from_pretrained(trained, truncation_side=direction)
+    plain = long_texts.without_limits(tokenizer.backend_tokenizer)
+    lengths = []
+
+    class Counting:
+        """The tokenizer, which notes how long the texts are that it gets."""
+
+        truncation_side, backend_tokenizer = direction, plain
+
+        def __call__(self, *columns, **options):
+            lengths.extend(len(text) for column in columns for text in column)
+            return tokenizer(*columns, **options)
+
+    most = long_texts.MOST_CHARACTERS
+    for text in ("a" * (most + 9), "e\u0301" * most, " " * (2 * most)):
+        for columns in ([[text]], [[text], ["short"]], [[text], [text]]):
+            assert truncated(Counting(), columns, 16)[1].startswith("1 ")
+        assert len(long_texts.beginning_of(text, 16, plain)) == most
+    assert max(lengths) == most
+
+
+@pytest.mark.parametrize("task", ["question-answering", "token-classification"])
+def test_what_is_read_in_windows_is_refused_beyond_the_length_of_a_book(task, trained, tmp_path, fails, monkeypatch):
+    monkeypatch.setattr(tasks, "LONGEST_READ_WHOLE", 50)
+    (row,) = ROWS[task](1, 0)
+    if task == "question-answering":
+        row["context"] = row["context"] + " And so on." * 9
+    else:
+        row["tokens"], row["ner_tags"] = row["tokens"][:1] * 60, row["ner_tags"][:1] * 60
+    options = [f"--task={task}", *file_options(tmp_path, train=[row] * 4), f"--output_dir={tmp_path / 'out'}"]
+    line = fails("finetune", trained, *options)
+    assert "line 1" in line and "characters" in line and "divide" in line
+
+
+@pytest.mark.parametrize("direction", ["right", "left"])
 def test_long_texts_and_pairs_have_the_inputs_of_the_whole(direction, trained):
     tokenizer = AutoTokenizer.from_pretrained(trained, truncation_side=direction)
-    texts = ["Then Anna sold it. " * 12, "." * 200, "short", "a. " * 70, "The apple, the pear and the drum " * 6]
+    texts = ["Then Anna sold it. " * 12, "." * 200, "short", "a. " * 70, "The apple, the pear and the drum " * 86]
     pairs = ([texts, texts[::-1]], [texts, ["b! " * 25] * 5], [["c. " * 90], ["." * 180]])
     for columns in ([texts], *(pairs if direction == "right" else ())):
         for most in (8, 9, 10):
@@ -389,3 +426,17 @@ def test_two_processes_train_and_measure_what_one_does(task, trained, tmp_path):
     for row, other in zip(*logs, strict=True):
         names = row.keys() & {"loss", "eval_loss", "step"}
         assert {name: row[name] for name in names} == pytest.approx({name: other[name] for name in names}, rel=1e-4)
+
+
+def test_a_column_of_bytes_is_left_out_of_a_file_of_text_and_said(tmp_path, caplog):
+    cells = [{"text": "a", "raw": None, "deep": []}, {"text": "b", "raw": b"\xff", "deep": [{"bytes": b"a"}]}]
+    rows = [Row(f"row {number}", row) for number, row in enumerate(cells, 1)]
+    split = Split(label="rows.parquet", name="rows.parquet", rows=rows, fingerprint="")
+    for name in ("out.csv", "out.jsonl", "out.parquet"):
+        caplog.clear()
+        output.write_table(tmp_path / name, split, {"prediction": ["x", "y"]})
+        assert sum("bytes" in record.message for record in caplog.records) == (0 if name == "out.parquet" else 2)
+    assert read_csv(tmp_path / "out.csv") == [{"text": "a", "prediction": "x"}, {"text": "b", "prediction": "y"}]
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert list(map(json.loads, lines)) == [{"text": "a", "prediction": "x"}, {"text": "b", "prediction": "y"}]
+    assert pq.read_table(tmp_path / "out.parquet").num_columns == 4

@@ -19,8 +19,10 @@ from text_sources import lines_of, packed_by_zstd, texts, write_files, write_tab
 from d2l_bert.messages import UserError
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import open_sources
-from d2l_bert.tokenization.sources import file_source, lines_and_cells
+from d2l_bert.tokenization.sources import dataset_errors, file_source, lines_and_cells
 from d2l_bert.tokenization.tables import file_kind
+from d2l_bert.training.finetuning import splits
+from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.splits import read_file
 
 
@@ -309,3 +311,45 @@ def test_large_rows_are_not_held_together(name, tmp_path):
         assert size == 3 * 33_000 * 178 and tracemalloc.get_traced_memory()[1] < size * 3 / 4
     finally:
         tracemalloc.stop()
+
+
+# Times that Python has no value for, with their texts: years beyond 9999 and before 1, and a zone that nobody knows.
+FAR_TIMES = [
+    (pa.timestamp("us"), [0, 10**18], "33658-09-27T01:46:40.000000"),
+    (pa.timestamp("s", "UTC"), [0, -(10**12)], "-29719-04-05T22:13:20.000Z"),
+    (pa.timestamp("s", "Nowhere/X"), [None, 0], "1970-01-01T00:00:00.000Z"),
+    (pa.date32(), [0, 10**7], "29349-01-26"),
+    (pa.timestamp("ns", "Nowhere/X"), [None, 1], "1970-01-01T00:00:00.000000001Z"),
+    (pa.duration("s"), [0, 10**18], "1000000000000000000 s"),
+]
+
+
+@pytest.mark.parametrize(("kind", "numbers", "shown"), FAR_TIMES, ids=[str(kind) for kind, *_ in FAR_TIMES])
+def test_a_time_that_python_has_no_value_for_is_read_as_text(kind, numbers, shown, tmp_path, caplog):
+    table = pa.table({"text": ["one", "two"] * 20, "time": pa.array(numbers * 20, kind)})
+    pq.write_table(table, tmp_path / "a.parquet")
+    split = read_file(str(tmp_path / "a.parquet"), "train_file")
+    assert [row.cells["text"] for row in split.rows] == ["one", "two"] * 20
+    assert {row.cells["time"] for row in split.rows[1::2]} == {shown}
+    assert not isinstance(split.rows[0].cells["time"], str)
+    assert len([record for record in caplog.records if "'time'" in record.message]) == 1
+    # A list of such times has no text; it is refused with its place.
+    lists = pa.array([[numbers[0]], [numbers[1]]], pa.list_(kind))
+    pq.write_table(pa.table({"text": ["one", "two"], "times": lists}), tmp_path / "lists.parquet")
+    with pytest.raises(UserError, match="row 2: column 'times'"):
+        read_file(str(tmp_path / "lists.parquet"), "train_file")
+
+
+def test_a_dataset_with_such_a_time_is_read(tmp_path):
+    times = pa.array([0, 10**18], pa.timestamp("us"))
+    (tmp_path / "saved").mkdir()
+    pq.write_table(pa.table({"text": ["one", "two"], "time": times}), tmp_path / "saved" / "train.parquet")
+    config = FinetuneConfig(model="", task="text-classification", dataset=str(tmp_path / "saved"), output_dir="")
+    (split,) = splits._read_dataset(str(tmp_path / "saved"), config, ()).values()
+    assert split.rows[1].cells == {"text": "two", "time": "33658-09-27T01:46:40.000000"}
+
+
+@pytest.mark.parametrize("error", [StopIteration(), KeyError("feature"), AssertionError()])
+def test_a_dataset_at_which_the_library_breaks_is_said_to_be_empty_or_damaged(error):
+    with pytest.raises(UserError, match="empty or damaged"), dataset_errors("rows", "give another"):
+        raise error

@@ -404,7 +404,10 @@ def dataset_errors(name: str, way_out: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = " ".join(f"{type(error.__cause__ or error).__name__}: {error.__cause__ or error}".split())
+        cause = error.__cause__ or error
+        reason = " ".join(f"{type(cause).__name__}: {cause}".split())
+        if isinstance(cause, StopIteration | KeyError | AssertionError):  # a bare name says nothing to a reader
+            reason = "a file in it is empty or damaged"
         raise UserError(f"dataset {name}: cannot be read ({reason}); {way_out}") from None
     finally:
         logging.set_verbosity(before)

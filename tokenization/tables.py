@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet
@@ -68,6 +69,9 @@ PARQUET_ROWS = 16
 # The most bytes of rows that are held in memory all at once, as those of a fine-tuning are, counted as Python holds
 # them. Few public data sets have more than half of this; their features take several times as much as the rows.
 MOST_MEMORY = 1 << 31
+
+# What PyArrow raises for a value that Python cannot hold: a date out of range, an unknown time zone, no UTF-8.
+NO_VALUE = (OverflowError, ValueError, LookupError)
 
 # A value in a text of JSON takes at least so many bytes of memory, and one or two characters.
 BYTES_OF_A_VALUE = 64
@@ -336,6 +340,7 @@ def table_rows(
 def _parquet_rows(file, columns):
     """The rows of a Parquet file."""
     number = 0
+    told = set()
     # Pages are read as they are needed, and few rows at once: a row may be some MB.
     with pa.parquet.ParquetFile(pa.OSFile(os.fsencode(file)), pre_buffer=False, buffer_size=1 << 20) as table:
         _check_columns(table.schema_arrow.names, columns)
@@ -344,9 +349,62 @@ def _parquet_rows(file, columns):
             for part in (batch.slice(row, 1) for row in range(len(batch))) if is_large else [batch]:
                 if is_large:
                     _check_cells(part, f"row {number + 1:,}")
-                for row in part.to_pylist():
+                for row in values_of(part, number + 1, file, told):
                     number += 1
                     yield f"row {number:,}", row
+
+
+def values_of(rows: pa.RecordBatch | pa.Table, first: int, source: object, told: set[str]) -> list[dict]:
+    """
+    The rows of a table of PyArrow as Python's values.
+
+    Python has no dates before year 1 and after year 9999, and not every time zone. Such a time is read as text: one
+    with a zone in UTC, with a Z at its end; a duration as its number and unit.
+
+    Args:
+        first: the number of the first row, for messages.
+        source: where the rows are from, for messages.
+        told: the columns with such times of which the user has been told; this adds to them.
+
+    Raises:
+        ValueError: another value has no form in Python.
+    """
+    with contextlib.suppress(*NO_VALUE):
+        return rows.to_pylist()
+    columns = {}
+    for name, column in zip(rows.schema.names, rows.columns, strict=True):
+        columns[name] = [_value_of(cell, f"row {number:,}", name) for number, cell in enumerate(column, first)]
+        kept = column.type
+        if _is_time(kept) and name not in told and any(isinstance(value, str) for value in columns[name]):
+            told.add(name)
+            logger.warning(
+                f"{source}: column {name!r:.100} ({kept}) has times outside of the years 1 to 9999, or in a time zone "
+                f"that is unknown here; they are read as text"
+            )
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _value_of(cell, place, name):
+    """The value of a cell, a scalar of PyArrow, in the column `name`; as in `values_of`."""
+    try:
+        return cell.as_py()
+    except NO_VALUE as error:
+        if not _is_time(cell.type):
+            reason = shortened(" ".join(str(error).split()), 200)
+            raise ValueError(
+                f"{place}: column {name!r:.100} ({shortened(str(cell.type), 100)}) cannot be read ({reason}); write "
+                f"it as text, or take the column out"
+            ) from None
+    unit = "D" if pa.types.is_date32(cell.type) else "ms" if pa.types.is_date64(cell.type) else cell.type.unit
+    if pa.types.is_duration(cell.type):
+        return f"{cell.value} {unit}"
+    zone = "Z" if pa.types.is_timestamp(cell.type) and cell.type.tz else ""
+    return f"{np.datetime64(cell.value, unit)}{zone}"
+
+
+def _is_time(kind):
+    """Whether a type of PyArrow is that of times whose texts `_value_of` knows."""
+    return pa.types.is_date(kind) or pa.types.is_timestamp(kind) or pa.types.is_duration(kind)
 
 
 def _rows_at_once(metadata, columns):

@@ -27,6 +27,9 @@ from d2l_bert.training.held_out import SUMS, held_out_counts, held_out_metrics
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
 MUON_KEYS = ("momentum_buffer",)
 
+# Of these, the number of steps and the mean of squares.
+NEVER_NEGATIVE = ("step", "exp_avg_sq")
+
 
 class StepStats(NamedTuple):
     """
@@ -266,11 +269,19 @@ class Learner:
         with explained(f"{path}: cannot be read", way_out, *READ_ERRORS, SafetensorError):
             tensors = load_file(path)
         for full_name, tensor in tensors.items():
+            place = f"{path}: {full_name!r:.100}"
+            if full_name not in names:
+                raise UserError(f"{place} is no tensor of this model; {way_out}")
             name, _, key = full_name.partition("|")
-            shape = () if key == "step" else getattr(self.parameters.get(name), "shape", None)
-            is_known = full_name in names and tensor.shape == shape and tensor.dtype == torch.float32
-            if not is_known or not tensor.isfinite().all():
-                raise UserError(f"{path}: {full_name!r:.100} is no tensor of this model; {way_out}")
+            shape = () if key == "step" else tuple(self.parameters[name].shape)
+            if tensor.shape != shape:
+                raise UserError(f"{place} has the shape {tuple(tensor.shape)}, and this run's has {shape}; {way_out}")
+            if tensor.dtype != torch.float32:
+                raise UserError(f"{place} has numbers of {tensor.dtype}, and a run writes torch.float32; {way_out}")
+            if not tensor.isfinite().all():
+                raise UserError(f"{place} has numbers that are not finite (NaN or infinity); {way_out}")
+            if key in NEVER_NEGATIVE and tensor.numel() and tensor.min() < 0:
+                raise UserError(f"{place} has negative numbers, which no run writes there; {way_out}")
         missing = sorted(names - {*tensors})
         if missing:
             raise UserError(f"{path}: {missing[0]} is missing; {way_out}")

@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import itertools
 import json
+import logging
 import platform
 import re
 import shlex
@@ -29,6 +30,8 @@ from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.splits import Split
 from d2l_bert.training.finetuning.tasks import LEARNT
 
+
+logger = logging.getLogger(__name__)
 
 # A table of more cells than this has a filled cell for each so many.
 MOST_CELLS = 10_000_000
@@ -228,7 +231,7 @@ def write_table(
 
     Args:
         path: ends in `.jsonl` or `.parquet`, which have values as they are; else it is CSV, with lists and dicts as
-            JSON.
+            JSON. Columns with bytes are left out of JSONL and CSV, which have no form for them.
         predicted: by the names of new columns, a value for each row; None leaves the cell empty.
         is_for_excel: whether CSV has `;` between the cells, decimal commas, a byte order mark at its beginning, and an
             apostrophe before what Excel would take for a formula.
@@ -244,12 +247,15 @@ def write_table(
             new += " (predicted)"
         renamed[new] = values
     predicted = renamed
+    kept = split.columns if path.suffix == ".parquet" else _columns_without_bytes(split)
     as_json = functools.partial(json.dumps, ensure_ascii=False, default=str)  # dates become texts
     new_cells = zip(*predicted.values(), strict=True) if predicted else itertools.repeat(())
     if path.suffix == ".jsonl":
         with path.open("w", encoding="utf-8") as file:
+            kept_names = set(kept)
             for row, more in zip(split.rows, new_cells, strict=False):
-                file.write(f"{as_json({**row.cells, **dict(zip(predicted, more, strict=True))})}\n")
+                cells = {name: cell for name, cell in row.cells.items() if name in kept_names}
+                file.write(f"{as_json({**cells, **dict(zip(predicted, more, strict=True))})}\n")
     elif path.suffix == ".parquet":
         with _one_kind_a_column(split):
             columns = {name: [row.cells.get(name) for row in split.rows] for name in split.columns}
@@ -257,12 +263,37 @@ def write_table(
     else:
         with path.open("w", encoding="utf-8-sig" if is_for_excel else "utf-8", newline="") as file:
             writer = csv.writer(file, delimiter=";" if is_for_excel else ",")
-            rows = (
-                [*map(row.cells.get, split.columns), *more] for row, more in zip(split.rows, new_cells, strict=False)
-            )
-            for row in itertools.chain([[*split.columns, *predicted]], rows):
+            rows = ([*map(row.cells.get, kept), *more] for row, more in zip(split.rows, new_cells, strict=False))
+            for row in itertools.chain([[*kept, *predicted]], rows):
                 cells = [as_json(cell) if isinstance(cell, list | dict) else cell for cell in row]
                 writer.writerow([_excel_cell(cell) for cell in cells] if is_for_excel else cells)
+
+
+def _columns_without_bytes(split):
+    """The names of the columns of a split in which no cell holds bytes; of the others the user is told."""
+    left_out = set()
+    for row in split.rows:
+        left_out.update(name for name, cell in row.cells.items() if _has_bytes(cell))
+    for name in sorted(left_out):
+        logger.warning(
+            f"{split.label}: column {name!r:.100} holds bytes, and is left out, as a file of text has no form for "
+            f"them; .parquet has"
+        )
+    return [name for name in split.columns if name not in left_out]
+
+
+def _has_bytes(cell):
+    """Whether a cell is bytes, or a list or a dict with some in it."""
+    waiting = [cell]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, bytes):
+            return True
+        if isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, list | tuple):
+            waiting.extend(value)
+    return False
 
 
 def _excel_cell(cell):

@@ -122,11 +122,13 @@ def read_rows(file: str, task: Task, config: PredictConfig, scratch: Path) -> sp
         UserError: the file cannot be read, or lacks a column that the task reads; or the first of its lines of text
             names columns.
     """
+    label = file
     if file == STDIN:
+        label = "standard input"
         file = str(scratch / "standard input")
         Path(file).write_bytes(standard_input().read())
     of_texts = [task.columns[option][0] for option in task.options_of_texts()]
-    split = splits.read_file(file, "FILE", config.separator, of_texts[0])
+    split = splits.read_file(file, "", config.separator, of_texts[0], label=label)
     tables.check_separator(config.separator, [Path(file)])
     first = split.rows[0].cells.get(of_texts[0])
     if tables.file_kind(Path(file)) == "text" and isinstance(first, str):

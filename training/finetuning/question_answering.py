@@ -53,6 +53,7 @@ class QuestionAnswering(tasks.Task):
 
     def read(self, row, split):
         question, context = self.texts(row.cells)
+        tasks.check_length(len(context), f"column {self.columns['context_column'][0]!r:.100}")
         answers = answers_in(tasks.json_in(row.cells.get(self.label), self.label), self.label)
         for text, start in answers:
             if not text.strip() or start < 0 or context[start : start + len(text)] != text:

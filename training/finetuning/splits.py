@@ -82,6 +82,7 @@ def read_file(
     text_column: str = "text",
     columns: Sequence[str] | None = None,
     memory: tables.Memory | None = None,
+    label: str = "",
 ) -> Split:
     """
     Read a whole table, packed or not.
@@ -95,22 +96,26 @@ def read_file(
     - any other text: each line that is not empty is a text.
 
     Args:
-        option: the option that names the file, for messages.
+        option: the option that names the file, for messages; "" if it is an argument.
         separator: between the cells of a CSV file, as in `tokenization.tables.table_rows`.
         text_column: the column of the texts in lines.
         columns: those that are needed of a Parquet file; None for all.
         memory: counts what this and other splits take.
+        label: what the file is called in messages, in place of its option and name.
 
     Raises:
         UserError: the file does not exist, cannot be read, is damaged, has another form, or has no rows; or its rows
             take too much memory.
     """
-    file, label = Path(path), f"{option} {folders.base_name(path)}"
-    tables.refuse_pipe(path, f"{option} {path}", "write its rows to a file, and give that")
+    file = Path(path)
+    given = f"{option} {path}".strip()
+    label = label or (f"{option} {folders.base_name(path)}" if option else path)
+    tables.refuse_pipe(path, given, "write its rows to a file, and give that")
     if file.is_dir():
-        raise UserError(f"{option} {path}: is a folder; give one of its files, or the folder with --dataset")
+        way_out = "give one of its files, or the folder with --dataset" if option else "give one of its files"
+        raise UserError(f"{given}: is a folder; {way_out}")
     if not file.is_file():
-        raise UserError(f"{option} {path}: no such file; give a table, or a text in each line")
+        raise UserError(f"{given}: no such file; give a table, or a text in each line")
     memory = memory or tables.Memory()
     kind = tables.file_kind(file)
     is_conll = tables.suffix_unpacked(file) in (".conll", ".conllu")
@@ -195,12 +200,14 @@ def _conll_rows(lines, label) -> Iterator[tuple[str, dict]]:
             yield f"line {places[0]:,}", {"tokens": [fields[0] for fields in text], **tagged}
 
 
-def _dataset_rows(rows) -> Iterator[tuple[str, dict]]:
-    """The rows of a split of a dataset, each with its place."""
-    rows = rows.with_format(None)
+def _dataset_rows(rows, source: str) -> Iterator[tuple[str, dict]]:
+    """The rows of a split of a dataset, each with its place; `source` names it in messages."""
+    rows = rows.with_format("arrow")
+    told = set()
     for start in range(0, len(rows), DATASET_ROWS):
-        block = rows.select(range(start, min(start + DATASET_ROWS, len(rows))))
-        yield from ((f"row {number:,}", row) for number, row in enumerate(block.to_list(), start + 1))
+        block = rows[start : start + DATASET_ROWS]
+        for number, row in enumerate(tables.values_of(block, start + 1, source, told), start + 1):
+            yield f"row {number:,}", row
 
 
 def _read_dataset(
@@ -247,12 +254,13 @@ def _read_dataset(
                 f"--{split}_split": not len(rows)
             }
         )
-        with explained(f"dataset {name}, split {used}", "", ValueError):
-            held = memory.hold(_dataset_rows(rows))
+        label = f"dataset {name}, split {used}"
+        with explained(label, "", ValueError):
+            held = memory.hold(_dataset_rows(rows, label))
         cells = [row for _, row in held]
         kinds = {column: getattr(kind, "feature", kind) for column, kind in rows.features.items()}
         splits[split] = Split(
-            label=f"dataset {name}, split {used}",
+            label=label,
             name=f"{local_name(name)}, split {used}",
             rows=list(itertools.starmap(Row, held)),
             fingerprint=folders.short_hash(repr(cells)),

@@ -20,6 +20,10 @@ from d2l_bert.training.finetuning.config import FinetuneConfig
 # No tokenizer gets more rows at once: its encodings, with what is cut off, take far more memory than the ids.
 ROWS_AT_ONCE = 100
 
+# A context, or the words of a text, is read to its end in windows; a longer one, in characters, is refused. Few books
+# are longer. Its tokens take up to 3 GB.
+LONGEST_READ_WHOLE = 1 << 22
+
 # Columns that need not be there.
 OPTIONAL = ("text_pair_column", "context_column", "question_column")
 
@@ -367,6 +371,15 @@ def name_of(entry: object, column: str, classes: list[str] | None = None) -> str
     return unicodedata.normalize("NFC", name)  # systems write ü as one character or as two
 
 
+def check_length(characters: int, place: str) -> None:
+    """Raise `ValueError` if what is read in windows has more than `LONGEST_READ_WHOLE` characters."""
+    if characters > LONGEST_READ_WHOLE:
+        raise ValueError(
+            f"{place} has {characters:,} characters, and {LONGEST_READ_WHOLE:,} at most are read in windows; divide "
+            f"it into several rows"
+        )
+
+
 def is_filled(value: object) -> bool:
     """Whether a cell holds more than white space."""
     return value is not None and str(value).strip() != ""
@@ -405,6 +418,8 @@ def encoded(tokenizer, columns: list, max_seq_length: int, **options) -> Iterato
     reads_beginnings = options.keys().isdisjoint(("return_overflowing_tokens", "is_split_into_words"))
     if reads_beginnings and tokenizer.truncation_side == "right":
         columns = _beginnings(tokenizer, columns, max_seq_length)
+    elif reads_beginnings:
+        columns = [[long_texts.ending_of(text) for text in column] for column in columns]
     options = {"truncation": True, "max_length": max_seq_length, "verbose": False, **options}
     for begin in range(0, len(columns[0]), ROWS_AT_ONCE):
         batch = tokenizer(*(list(column[begin : begin + ROWS_AT_ONCE]) for column in columns), **options)
@@ -425,14 +440,14 @@ def _beginnings(tokenizer, columns: list, max_seq_length: int) -> list:
         return columns
     plain, rows = long_texts.without_limits(tokenizer.backend_tokenizer), []
     for texts in zip(*columns, strict=True):
-        cut = list(texts)
+        cut = [text[: long_texts.MOST_CHARACTERS] for text in texts]
         most = max_seq_length
         order = [0]
         if len(texts) > 1:
-            first, second = (long_texts.token_count(text, plain) for text in texts)
+            first, second = (long_texts.token_count(text, plain) for text in cut)
             order = [1, 0] if first > second else [0, 1]  # the text of more tokens last
         for place in order:
-            cut[place] = long_texts.beginning_of(texts[place], most, plain)
+            cut[place] = long_texts.beginning_of(cut[place], most, plain)
             most = max(most, long_texts.token_count(cut[place], plain))
         rows.append(cut)
     return list(zip(*rows, strict=True))
@@ -441,7 +456,8 @@ def _beginnings(tokenizer, columns: list, max_seq_length: int) -> list:
 def truncated(tokenizer, columns: list, max_seq_length: int) -> tuple[list[dict], str]:
     """The inputs as of `encoded`, and how many rows are truncated, for the user; "" if none is."""
     rows, cut = [], 0
-    for _, inputs, encoding in encoded(tokenizer, columns, max_seq_length):
+    for source, inputs, encoding in encoded(tokenizer, columns, max_seq_length):
         rows.append(inputs)
-        cut += bool(encoding.overflowing)
+        longest = max(len(column[source]) for column in columns)
+        cut += bool(encoding.overflowing) or longest > long_texts.MOST_CHARACTERS
     return rows, f"{cut:,} are truncated to {max_seq_length} tokens" if cut else ""

@@ -35,6 +35,7 @@ class TokenClassification(tasks.Task):
         words = tasks.list_in(row.cells, column, "text_column")
         for number, word in enumerate(words, 1):
             tasks.check_text(word, f"word {number} of column {column!r:.100}")
+        tasks.check_length(sum(map(len, words)), f"column {column!r:.100}")
         names = split.class_names.get(self.label)
         tags = [tasks.name_of(tag, self.label, names) for tag in tasks.list_in(row.cells, self.label, "label_column")]
         if tags and len(tags) != len(words):

@@ -79,8 +79,9 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
         groups = grouped(all_rows, lambda row: max(len(row[0]), 256), GROUP_CHARACTERS)
         for rows in messages.with_progress(groups, f"embedding {source}", documents_in=len, unit="line"):
             lines, cells = zip(*rows, strict=True)
-            read = lines
-            if tokenizer.truncation_side == "right":
+            if tokenizer.truncation_side == "left":
+                read = [long_texts.ending_of(line) for line in lines]
+            else:
                 read = [long_texts.beginning_of(line, limit, plain) for line in lines]
             encodings = backend.encode_batch_fast(read)
             has_vectors = VECTOR in cells[0]
@@ -119,7 +120,10 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
                     if any(tokenizer.unk_token_id in encoding.ids for encoding in encodings)
                     else 0
                 ),
-                cut=sum(len(encoding) == limit and bool(encoding.overflowing) for encoding in encodings),
+                cut=sum(
+                    (len(encoding) == limit and bool(encoding.overflowing)) or len(line) > long_texts.MOST_CHARACTERS
+                    for line, encoding in zip(lines, encodings, strict=True)
+                ),
             )
         messages.refuse_first(
             {
