@@ -8,8 +8,8 @@ from d2l_bert.messages import shortened
 
 
 # Characters that show nothing, or turn the order of those beside them: control characters, marks of the direction of
-# writing (Unicode's annex 9), separators of lines, halves of characters (which no file in UTF-8 can hold), and tags,
-# which repeat ASCII where nobody sees it.
+# writing (Unicode's annex 9), separators of lines, halves of characters (which no file in UTF-8 can hold), and
+# Unicode's tag characters, invisible copies of ASCII.
 HIDDEN = re.compile(
     "[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff"
     "\U000e0000-\U000e007f]"

@@ -214,7 +214,7 @@ def _exit():
     ],
 )
 def test_an_error_in_a_worker_is_not_called_too_little_memory(fail, kind, words, monkeypatch):
-    """Also where the program has used another `DataLoader`, which leaves a handler that raises when a process ends."""
+    """Another `DataLoader` of the program has set PyTorch's signal handler, which raises when any worker ends."""
     before = signal.getsignal(signal.SIGCHLD)
     monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)  # PyTorch sets its handler once
     for numbers in DataLoader(range(2), num_workers=1):

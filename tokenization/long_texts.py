@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 CHARACTERS_A_TOKEN = 16
 
 
-# Of no text are more characters tokenized than this to find the tokens that a model reads of it. A usual text has
-# some 50,000 tokens in so many characters; one of fewer than a model reads has words of a length that no
-# language has. Without a limit such a text of 12 million characters takes 46 s and 1.2 GB.
+# The most characters of a text that are tokenized to find its first tokens, which a model reads. Usual texts have some
+# 50,000 tokens in 262,144 characters. A text with fewer than a model reads has words longer than any language's; to
+# tokenize 12 million characters without a space took 46 s and 1.2 GB.
 MOST_CHARACTERS = 1 << 18
 
 # Characters whose tokens are counted at once.

@@ -60,20 +60,21 @@ BEGINNING = 1 << 22  # bytes that show what the lines of a file are
 LONGEST_CELL = 1 << 26  # characters; a quote that is not closed makes the rest of a CSV file one cell
 
 # Parquet stores equal cells once, and packs them: 2 kB may hold a row of 64 MB a million times. A part of a column is
-# unpacked row by row if it has more than so many bytes, and is so many times smaller in the file (texts are 3 to 6
-# times smaller). Other files are read 16 rows at a time, which takes a twentieth of the time for rows of a sentence.
+# unpacked row by row if it has more than LARGE_CHUNK bytes and the file stores it in less than a twentieth of them
+# (texts take a third to a sixth). Other files are read 16 rows at a time, which takes a twentieth of the time for rows
+# of a sentence.
 LARGE_CHUNK = 1 << 24
 USUAL_PACKING = 20
 PARQUET_ROWS = 16
 
 # The most bytes of rows that are held in memory all at once, as those of a fine-tuning are, counted as Python holds
-# them. Few public data sets have more than half of this; their features take several times as much as the rows.
+# them; the features that are made of the rows take several times as much.
 MOST_MEMORY = 1 << 31
 
 # What PyArrow raises for a value that Python cannot hold: a date out of range, an unknown time zone, no UTF-8.
 NO_VALUE = (OverflowError, ValueError, LookupError)
 
-# A value in a text of JSON takes at least so many bytes of memory, and one or two characters.
+# The fewest bytes of memory that a value takes when its JSON is parsed; in the text it may have one or two characters.
 BYTES_OF_A_VALUE = 64
 
 # The most characters of a line that are in memory at once: a packed file of a megabyte may hold a line of a gigabyte.

@@ -39,7 +39,8 @@ from d2l_bert.training.initialize import interleave, rotated
 
 logger = logging.getLogger(__name__)
 
-# The counts leave out every twentieth block of the text, to measure on. A text has at least so many blocks.
+# The counts leave out every twentieth block of tokens, to measure on. Of a text with fewer than 20 blocks of this
+# size, the blocks are smaller.
 LEFT_OUT, BLOCK_TOKENS = 20, 2**14
 
 # Masked tokens to measure on.
@@ -159,7 +160,10 @@ def arrange(model, vectors: WordVectors, generator: torch.Generator) -> None:
     words, form = vectors.words @ turn, turn.T @ vectors.form @ turn
     scale = WORD_DEVIATION / words.std()
     words, form = words * scale, form / scale**2
-    for table in (bert.embeddings.word_embeddings.weight, mlm.decoder.weight):  # the same one, if they are tied
+    tables = [bert.embeddings.word_embeddings.weight]
+    if mlm.decoder.weight is not tables[0]:  # it is, if the two are tied
+        tables.append(mlm.decoder.weight)
+    for table in tables:
         table[:, : columns.start] = 0
         table[:, columns] = words
         table[:, columns.stop :] *= 0.1  # columns that no vector fills

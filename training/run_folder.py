@@ -227,7 +227,7 @@ def start_folder(folder: Path, record: dict, start: int) -> None:
         if old in later or old.name.startswith("."):
             checkpoint.delete(old)
     with writing(folder, ", and give the same command again"):
-        for lock in folder.glob(f".*{folders.LOCK_SUFFIX}"):  # of a killed run: this one holds the folder's own lock
+        for lock in folder.glob(".*.part.lock"):  # as `folders.lock_of` names them; a killed run left them
             lock.unlink()
         if start == 0:
             others = (card.METRICS_FILE, card.CURVES_FILE, card.CARD_FILE, card.RELEASE_FILE)

@@ -46,16 +46,14 @@ def hidden(path: Path) -> Path:
     name = path.name
     if len(os.fsencode(name)) > LONGEST_NAME:
         name = f"{name[:40]}-{short_hash(name)}"
-    return path.with_name(f".{name}{HIDDEN_SUFFIX}")
+    return path.with_name(f".{name}.part")
 
 
 def lock_of(path: Path) -> Path:
     """The lock that a process holds while it writes to the hidden folder of `path`."""
     folder = hidden(path)
-    return folder.with_name(folder.name.removesuffix(HIDDEN_SUFFIX) + LOCK_SUFFIX)
+    return folder.with_name(f"{folder.name}.lock")
 
-
-HIDDEN_SUFFIX, LOCK_SUFFIX = ".part", ".part.lock"
 
 # In bytes; a file system takes 255. A character of UTF-8 has up to four.
 LONGEST_NAME = 200
@@ -416,7 +414,7 @@ def write_once(
         UserError: the cache cannot be written.
     """
     with writing(f"cache {path.parent}", ANOTHER_CACHE):
-        if _is_whole(path) and _is_as(path, check):
+        if _is_whole(path) and _passes(path, check):
             return
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = FileLock(path.with_name(f".{path.name}.lock"))
@@ -426,7 +424,7 @@ def write_once(
             logger.info(f"waiting for another process, which writes the same text into the cache {path.parent}")
             held = lock.acquire()
         with held:
-            if _is_whole(path) and _is_as(path, check):  # another process wrote it while this one waited
+            if _is_whole(path) and _passes(path, check):  # another process wrote it while this one waited
                 return
             if os.path.lexists(path):
                 logger.warning(f"cache {path}: is not as it was written; it is made anew")
@@ -477,7 +475,8 @@ def _is_whole(folder):
     return True
 
 
-def _is_as(path, check):
+def _passes(path, check):
+    """Whether a check, as `write_once` gets it, raises nothing."""
     try:
         check(path)
     except READ_ERRORS:

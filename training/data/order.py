@@ -201,7 +201,7 @@ class EpochPairs:
             taken: the number of pairs that were taken from `START` on.
         """
         epoch, window, first = cursor
-        # Each epoch has a pair, or is one of so many windows without.
+        # `take` looks for the next pair in fewer than MOST_EMPTY_WINDOWS windows, and so in no more epochs.
         if epoch > taken * MOST_EMPTY_WINDOWS or window >= self.windows(epoch):
             return False
         return first <= len(self.window(epoch, window))

@@ -28,7 +28,7 @@ GROUP_CHARACTERS = 2**22
 
 VECTOR = "vector"  # the column of vectors in Parquet
 
-# Of a group of lines that have vectors, so many are computed anew, evenly spread, to see whether this model made them.
+# To see whether this model made the vectors of a file: how many of a group of lines, evenly spread, are computed anew.
 COMPARED = 16
 
 # From this many lines on, `evened` compares better than plain cosines do (docs/embed.md).
