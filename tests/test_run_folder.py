@@ -122,3 +122,11 @@ def test_a_folder_in_which_a_run_was_killed_while_it_wrote_its_record_is_taken_a
     os.waitpid(child, 0)
     assert len(list(tmp_path.iterdir())) == 2  # the hidden folder, and its lock, which is free
     run_folder.check_output_folder(PretrainConfig(), tmp_path, None)
+
+
+def test_a_run_that_goes_on_deletes_the_locks_of_one_that_was_killed(trained, tmp_path):
+    folder = Path(shutil.copytree(trained, tmp_path / "model"))
+    lock = folders.lock_of(folder / "checkpoint-40")
+    lock.touch()
+    run_folder.start_folder(folder, {}, start=40)
+    assert not lock.exists() and (folder / "checkpoint-40").is_dir()

@@ -22,6 +22,7 @@ is the first half of this, without the heads that read them.
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -86,6 +87,7 @@ def start_from_bigrams(model, run: PretrainConfig, text: PreparedText) -> None:
             f"has {config.num_attention_heads} of {head_size}"
         )
         return
+    begun = time.monotonic()
     with _one_thread():
         pairs = EpochPairs(text.train, run, run.max_seq_length, text.corpus_name)
         generator = torch.Generator().manual_seed(run.seed)
@@ -106,9 +108,10 @@ def start_from_bigrams(model, run: PretrainConfig, text: PreparedText) -> None:
             model.load_state_dict(fresh)
             logger.warning("attention_init bigrams: left out, as in this text neighbours tell nothing of a token")
             return
+    seconds = time.monotonic() - begun
     logger.info(
-        f"attention_init bigrams: {bigrams.as_first.sum():,} counted; on text that was left out, an MLM loss of "
-        f"{loss:.3f} at strength {strength:g}, {of_frequencies:.3f} by frequencies"
+        f"attention_init bigrams: {bigrams.as_first.sum():,} bigrams in {seconds:.0f} s; on text that was left out, "
+        f"an MLM loss of {loss:.3f} at strength {strength:g}, {of_frequencies:.3f} by frequencies"
     )
 
 
