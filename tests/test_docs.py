@@ -88,6 +88,8 @@ def workspace(my_bert, books, here, tmp_path, monkeypatch):
     shutil.copytree(my_bert, "my-bert", ignore=shutil.ignore_patterns("checkpoint-*"))
     for folder in (
         "books",
+        "BOOKS/train",
+        "BOOKS/valid",
         "check",
         "shards/0",
         "shards/1",
