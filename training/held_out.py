@@ -265,9 +265,15 @@ def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
     if text.corpus_name == PYTHON_DOCS and max_length >= 40:
         return PYTHON_SENTENCES
     rng = np.random.default_rng(0)
-    corpus, tokenizer, preferred, others = text.held_out, text.tokenizer, [], []
+    corpus, tokenizer = text.held_out, text.tokenizer
+    preferred, others, tried = [], [], set()  # token ids of sentences, and numbers of sentences
     for document in rng.integers(len(corpus), size=MAX_SENTENCES_TRIED).tolist():
-        sentence = rng.integers(*corpus.document_starts[document : document + 2])
+        sentence = int(rng.integers(*corpus.document_starts[document : document + 2]))
+        if sentence in tried:
+            if len(tried) == len(corpus.sentence_starts) - 1:
+                break
+            continue
+        tried.add(sentence)
         ids = corpus.ids[slice(*corpus.sentence_starts[sentence : sentence + 2])].tolist()[: max_length - 4]
         tokens = tokenizer.convert_ids_to_tokens(ids)
         whole_words = [
@@ -275,17 +281,20 @@ def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
             for position, token in enumerate(tokens)
             if token.isalpha() and len(token) > 3 and not "".join(tokens[position + 1 : position + 2]).startswith("##")
         ]
-        is_preferred = bool(whole_words) and 8 <= len(tokens) <= 40 and tokens[-1] in FULL_STOPS
         known = [position for position in range(len(ids)) if ids[position] != tokenizer.unk_token_id]
-        if known:
-            ids[int(rng.choice(whole_words or known))] = tokenizer.mask_token_id
-            (preferred if is_preferred else others).append(tokenizer.decode(ids))
+        if not known:
+            continue
+        ids[int(rng.choice(whole_words or known))] = tokenizer.mask_token_id
+        if whole_words and 8 <= len(tokens) <= 40 and tokens[-1] in FULL_STOPS:
+            preferred.append(ids)
+        else:
+            others.append(ids)
         if len(preferred) == count:
             break
     # The decoded text may have more tokens than `ids`: decoding does not restore the original text.
     fitting = (
         s
-        for s in preferred + others
+        for s in map(tokenizer.decode, preferred + others)
         if s.count(tokenizer.mask_token) == 1 and len(tokenizer(s)["input_ids"]) <= max_length
     )
     return list(itertools.islice(fitting, count))
