@@ -20,7 +20,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are too small to gain from more, and processes share cores
 
-# Folders of tests are in memory where there is enough: a run syncs each checkpoint to the disk, and tests write hundreds.
+# Folders of tests are in memory where there is enough of it: a run syncs each checkpoint to the disk, and tests write
+# hundreds.
 MEMORY_DISK = Path("/dev/shm")
 if MEMORY_DISK.is_dir() and shutil.disk_usage(MEMORY_DISK).free > 4 * 2**30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY_DISK))
