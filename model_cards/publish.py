@@ -47,6 +47,7 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
     """
     config.check()
     check_repo_id(repo_id)
+    checks.published_files(folder)  # before any is read: they may be links that lead out of the folder, or pipes
     architecture, model_class = checks.check_code(folder)
     checks.check_tokenizer(folder, architecture)
     checks.check_weights(folder, architecture, model_class)

@@ -206,3 +206,18 @@ def test_onnx_files_of_other_weights_are_not_published(filled, trained, tmp_path
         model.bert.embeddings.word_embeddings.weight.mul_(1.1)
     model.save_pretrained(folder)
     assert FLOAT in fails("publish", folder, "me/stock", "--dry_run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["no ONNX", "the file of another model"])
+def test_a_damaged_file_in_int8_is_not_published(damage, filled, trained, tmp_path, fails):
+    folder = Path(shutil.copytree(filled, tmp_path / "stock"))
+    if damage == "no ONNX":
+        (folder / INT8).write_bytes(b"garbage")
+    else:
+        source, other, _ = saved("ForMaskedLM", trained, tmp_path, embedding_layer_norm=True)
+        with torch.no_grad():
+            other.bert.embeddings.word_embeddings.weight.mul_(3)
+        other.save_pretrained(source)
+        shutil.copy(export(source, tmp_path / "exported") / INT8, folder / INT8)
+    assert INT8 in fails("publish", folder, "me/stock", "--dry_run")

@@ -180,6 +180,23 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(name, model):
         assert "regular file" in refusal(command)
 
 
+@pytest.mark.parametrize("name", ["onnx/model.onnx", "onnx/model_quantized.onnx", "LICENSE", "1_Pooling/config.json"])
+def test_a_pipe_in_the_place_of_a_file_to_publish_is_not_waited_for(name, model):
+    folder = model("run")
+    (folder / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(folder / name)
+    assert "regular file" in refusal("publish")
+
+
+def test_a_folder_of_onnx_files_that_is_a_link_is_not_read(model):
+    folder = model("run")
+    elsewhere = Path("elsewhere")
+    elsewhere.mkdir()
+    os.mkfifo(elsewhere / "model.onnx")  # whoever opens it waits for ever
+    (folder / "onnx").symlink_to(elsewhere.resolve())
+    assert "link that leads out" in refusal("publish")
+
+
 @pytest.mark.parametrize("place", ["/dev/zero", "../secret", "../bert/model.safetensors", "gone.safetensors", 5])
 def test_weights_that_an_index_names_lie_in_the_folder(place, model):
     folder = model("run")
