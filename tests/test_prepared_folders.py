@@ -100,6 +100,7 @@ def set_numbers(name, place, value):
         (set_numbers("document_starts", 2, 2**63 - 1), "ascend"),
         (set_numbers("document_starts", -1, 2**40), "number of sentences"),
         (set_numbers("words_before", 2, 2**50), "descends"),
+        (set_numbers("words_before", -1, 2**62), "more than its characters"),
     ],
 )
 def test_numbers_that_point_nowhere_are_refused_although_the_hashes_fit(tokens, change, said, fails):
@@ -153,6 +154,29 @@ def test_a_part_of_a_text_that_is_more_than_the_text_is_refused(tokens, part, wh
     sign(tokens, record)
     assert part in fails("prepare", "--check", tokens)
     assert part in fails("pretrain", "--corpus", tokens, "--max_unknown_share=1", "--dry_run")
+
+
+@pytest.mark.parametrize("name", ["a" * 201, "one\ntwo"])
+def test_the_name_of_a_corpus_is_short_and_a_line(name, tokens, fails):
+    record = record_of(tokens)
+    record["counts"]["corpus_name"] = name
+    sign(tokens, record)
+    assert "corpus_name" in fails("prepare", "--check", tokens)
+
+
+def test_words_are_cut_as_this_version_can(tokens, fails):
+    record = record_of(tokens)
+    record["token_options"]["pre_tokenizer"] = "kmers:999999"
+    sign(tokens, record)
+    assert "kmers:999999" in fails("pretrain", "--corpus", tokens, "--dry_run")
+
+
+def test_held_out_documents_that_stand_in_the_training_text_are_no_test(tokens, fails):
+    shutil.rmtree(tokens / "held_out")
+    shutil.copytree(tokens / "train", tokens / "held_out")
+    sign(tokens, record_of(tokens))
+    assert "stands in train" in fails("prepare", "--check", tokens)
+    assert "stands in train" in fails("pretrain", "--corpus", tokens, "--dry_run")
 
 
 def test_a_folder_of_a_newer_version_says_so(tokens, fails):

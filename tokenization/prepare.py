@@ -37,10 +37,6 @@ from d2l_bert.tokenization.token_store import TokenizedCorpus
 
 logger = logging.getLogger(__name__)
 
-
-# Characters of the names of a text's sources, of which there may be thousands, in messages and records.
-MOST_NAMES = 200
-
 # The share of `[UNK]` in a text to evaluate on is taken from stretches of about this many characters in all.
 SAMPLED_CHARACTERS = 2_000_000
 
@@ -227,7 +223,8 @@ def read_sources(sources: Sequence[Source], language: str | None) -> tuple[str, 
     Args:
         language: the option.
     """
-    name = shortened(", ".join(source.name for source in sources), MOST_NAMES)
+    names = " ".join(", ".join(source.name for source in sources).split())  # a file's name may have a line end
+    name = shortened(names, prepared_folder.MOST_NAMES)
     store = TextStore(prepare_text(sources, language or "en", cache_folder()))
     if linked := sum(source.linked for source in sources):
         store.reading["files behind links out of their folder"] = linked

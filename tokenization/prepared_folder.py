@@ -27,7 +27,7 @@ from d2l_bert.tokenization import wordpiece
 from d2l_bert.tokenization.account import AccountRecord, check_account
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
 from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
-from d2l_bert.tokenization.rules import WordUnit
+from d2l_bert.tokenization.rules import Rules, WordUnit
 from d2l_bert.tokenization.sources import PREPARED_FILE
 from d2l_bert.tokenization.token_store import (
     ARRAYS,
@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 # Raise PREPARED_FORMAT by 1 when the content of the folder's files changes: folders of other formats are refused.
 PREPARED_FORMAT = 6
+
+# Characters of the names of a text's sources, of which there may be thousands, in messages and records.
+MOST_NAMES = 200
 
 STORES = ("train", "held_out")  # the folders of the token stores, and the names of the corpora in `PreparedText`
 STORE_FILES = (*(f"{name}.bin" for name in ARRAYS), STORE_FILE)
@@ -382,6 +385,7 @@ def read_prepared_folder(folder: Path, check_whole: bool = False) -> PreparedTex
         _check_files(folder, record["files"], check_whole)
         _check_options(record["token_options"])
         _check_numbers(record["counts"])
+        _check_name(record["counts"]["corpus_name"])
         text = _text_of(folder, record)
         _check_stores(text, record, check_whole)
     return text
@@ -435,7 +439,9 @@ def _check_options(options):
     if options.keys() != known.keys():
         different = ", ".join(sorted(options.keys() ^ known.keys()))
         raise ValueError(f"token_options has other options than this version: {different:.200}")
-    TextConfig(**options).check_values()
+    given = TextConfig(**options)
+    given.check_values()
+    Rules(pre_tokenizer=given.pre_tokenizer)  # which refuses one that there is not
 
 
 def _check_numbers(counts):
@@ -449,6 +455,12 @@ def _check_numbers(counts):
     share = counts["tokenizer"]["unknown_share"]
     if not math.isfinite(share) or not 0 <= share <= 1:
         raise ValueError(f"unknown_share is {share}, and a share is from 0 to 1")
+
+
+def _check_name(name):
+    """Check the name of a corpus, which stands in a run's lines and on cards."""
+    if len(name) > MOST_NAMES or "\n" in name or "\r" in name:
+        raise ValueError(f"corpus_name is no name, or not shortened to {MOST_NAMES} characters: {name!r:.100}")
 
 
 def _text_of(folder, record):
@@ -475,6 +487,11 @@ def _check_stores(text, record, check_whole):
         corpus.check(len(text.tokenizer), _hashes_of(record["files"], name), whole=check_whole)
         if len(corpus) < 2:
             raise ValueError(f"{name} holds fewer than two documents")
+    if np.isin(text.held_out.hashes, text.train.hashes).any():
+        raise ValueError("a document of held_out stands in train, too")
+    words = int(text.train.words_before[-1]) + int(text.held_out.words_before[-1])
+    if words > text.reading.get("characters", 0):
+        raise ValueError(f"the text is said to have {words:,} words, which are more than its characters")
     recorded = record["counts"]
     for name, value in text.counts().items():
         if name.startswith((*STORES, "corpus_fingerprint")) and value != recorded.get(name):
