@@ -209,6 +209,7 @@ def diverging(monkeypatch):
     return set_up
 
 
+@pytest.mark.slow
 def test_rates_and_seeds_that_diverge_are_left_out(trained, tmp_path, diverging, fails, capsys):
     diverging(1e-2, 43)
     options = ["--task=classification", *write_splits(tmp_path), "--max_steps=2", "--num_seeds=3"]

@@ -95,6 +95,7 @@ ODD_NAMES = [
 ]
 
 
+@pytest.mark.slow
 def test_the_code_of_folders_with_odd_names_trains_in_one_process(tmp_path):
     """Transformers names a module of code after its folder. Each module is imported twice."""
     model = in_training(dropout=0.3)

@@ -99,11 +99,17 @@ def few_books(tmp_path_factory):
     "options",
     [
         "--num_train_epochs=2 --objective=none --pairing=sentences --packing --global_batch_size=32",
-        "--num_train_epochs=2 --pairing=sentences --length_schedule none",  # some pairs have fewer tokens than a row
-        "--num_train_epochs=2 --length_schedule 16:0.5 --pairing=sentences",
-        "--num_train_epochs=2 --batch_size_schedule 2:0.4 4:0.3 --length_schedule none",
-        "--max_steps=30 --batch_size_schedule 4:0.5 --length_schedule none",
-        "--max_steps=30 --length_schedule 16:0.5 --batch_size_schedule 4:0.7",
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                # some pairs have fewer tokens than a row
+                "--num_train_epochs=2 --pairing=sentences --length_schedule none",
+                "--num_train_epochs=2 --length_schedule 16:0.5 --pairing=sentences",
+                "--num_train_epochs=2 --batch_size_schedule 2:0.4 4:0.3 --length_schedule none",
+                "--max_steps=30 --batch_size_schedule 4:0.5 --length_schedule none",
+                "--max_steps=30 --length_schedule 16:0.5 --batch_size_schedule 4:0.7",
+            )
+        ),
     ],
 )
 def test_a_dry_run_says_the_number_of_steps_that_the_run_takes(few_books, tmp_path, capsys, options):

@@ -88,6 +88,7 @@ def run(books, folder, *changes):
     return contents(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [REPLACED, RESUMED], ids=["replaced", "resumed"])
 def test_a_run_killed_at_any_rename_leaves_no_weights_beside_files_of_another_run(books, tmp_path, instants, changes):
     """And the same command with `--resume_from_checkpoint` completes the model."""

@@ -69,11 +69,11 @@ def make_demo(models: list[str]):
     Raises:
         UserError: Gradio is not installed, or there is no such model.
     """
+    for model in models:  # before Gradio, whose import takes seconds
+        loading.load_encoder(model)
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     with messages.explained("demo needs Gradio", "pip install 'd2l-bert[demo]'", ImportError):
         import gradio
-    for model in models:
-        loading.load_encoder(model)
 
     def answer(show, *inputs):
         try:
