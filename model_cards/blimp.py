@@ -101,5 +101,22 @@ PARADIGMS_OF = {
     ),
 }
 
+# One paradigm of each phenomenon. The package's recipes are chosen by these, so that the other 54 stay a test.
+ONE_OF_EACH = (
+    "adjunct_island",
+    "anaphor_gender_agreement",
+    "animate_subject_passive",
+    "causative",
+    "determiner_noun_agreement_1",
+    "distractor_agreement_relational_noun",
+    "ellipsis_n_bar_1",
+    "existential_there_object_raising",
+    "existential_there_quantifiers_1",
+    "irregular_past_participle_adjectives",
+    "matrix_question_npi_licensor_present",
+    "principle_A_c_command",
+    "wh_questions_object_gap",
+)
+
 # The phenomenon of each paradigm of BLiMP.
 PHENOMENON_OF = {paradigm: phenomenon for phenomenon, names in PARADIGMS_OF.items() for paradigm in names}

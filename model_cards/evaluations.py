@@ -12,6 +12,7 @@ from d2l_bert.model_cards import card as cards
 from d2l_bert.model_cards.figures import (
     BLIMP,
     BLIMP_NAME,
+    BLIMP_ONE_OF_EACH,
     BLIMP_PHENOMENON,
     MINIMAL_PAIRS,
     evaluated_metrics,
@@ -131,12 +132,18 @@ def _replaced(metrics, earlier, new):
 
 def _blimp_figures(blimp):
     """The entries of metrics.json for results on BLiMP."""
+    paradigms = blimp["paradigms"]
+    of_one_each = {}
+    if paradigms.keys() == blimp_pairs.PHENOMENON_OF.keys():
+        accuracies = [paradigms[name]["accuracy"] for name in blimp_pairs.ONE_OF_EACH]
+        of_one_each = {BLIMP_ONE_OF_EACH: sum(accuracies) / len(accuracies)}
     return {
         BLIMP: blimp["accuracy"],
         "eval_blimp_standard_error": blimp["standard_error"],
         "eval_blimp_paradigms": blimp["paradigm_count"],
         "eval_blimp_pairs": blimp["pairs"],
         "eval_blimp_score": blimp["score"],
+        **of_one_each,
         **{f"{BLIMP_PHENOMENON}{name}": figure["accuracy"] for name, figure in blimp["phenomena"].items()},
     }
 

@@ -16,6 +16,9 @@ OF_A_TEXT = re.compile(r"eval/(?P<text>.+)/(?P<figure>\w+)", re.DOTALL)
 # BLiMP's accuracy in metrics.json and on a card.
 BLIMP, BLIMP_NAME = "eval_blimp_accuracy", "BLiMP accuracy"
 
+# The accuracy on one paradigm of each phenomenon, beside that on all paradigms.
+BLIMP_ONE_OF_EACH = "eval_blimp_one_of_each_accuracy"
+
 # BLiMP's accuracy on one phenomenon, such as "eval_blimp_accuracy/island_effects".
 BLIMP_PHENOMENON = f"{BLIMP}/"
 

@@ -13,6 +13,7 @@ from judged_models import OF_BLIMP, write_pairs
 from d2l_bert import D2lBertForPreTraining
 from d2l_bert.__main__ import main
 from d2l_bert.messages import UserError
+from d2l_bert.model_cards.blimp import ONE_OF_EACH, PHENOMENON_OF
 from d2l_bert.model_cards.card import count_parameters, local_name, portable, render_card
 from d2l_bert.model_cards.checks import check_card
 from d2l_bert.model_cards.evaluations import update_folder
@@ -232,7 +233,7 @@ def test_markdown_signs_and_quotes_in_names_and_words_are_escaped(card, facts):
 TEXT = {"mlm_loss": 3.21, "perplexity": 24.8, "mlm_accuracy": 0.25, "masked_tokens": 1234, "pairs": 99}
 TEXT |= {"nsp_loss": 0.5, "nsp_accuracy": 0.75, "pair_task": "nsp", "pseudo_perplexity": 1139632.94}
 BLIMP = {"accuracy": 0.6, "standard_error": 0.01, "paradigm_count": 2, "pairs": 2000, "score": "pll", "title": "BLiMP"}
-BLIMP |= {"phenomena": {"binding": {"accuracy": 0.65}, "island_effects": {"accuracy": 0.55}}}
+BLIMP |= {"phenomena": {"binding": {"accuracy": 0.65}, "island_effects": {"accuracy": 0.55}}, "paradigms": {}}
 
 
 def card_figures(folder):
@@ -275,6 +276,18 @@ def test_pairs_of_ones_own_are_never_called_blimp(folder, tmp_path):
     # Nor figures of others that metrics.json has under this name.
     update_folder(folder, None, None, {**BLIMP, "phenomena": {"verbs": {"accuracy": 1.0}}})
     assert "blimp" not in (folder / "README.md").read_text().lower()
+
+
+def test_one_paradigm_of_each_phenomenon_stands_beside_all_of_blimp(folder):
+    paradigms = {name: {"accuracy": 0.9 if name in ONE_OF_EACH else 0.5} for name in PHENOMENON_OF}
+    update_folder(folder, None, None, {**BLIMP, "paradigms": paradigms, "paradigm_count": 67})
+    _, _, text = card_figures(folder)
+    assert "in 60.0 % ± 1.0 % of 2,000 minimal pairs" in text
+    assert "by one paradigm of each phenomenon 90.0 %" in text
+    some = {name: paradigms[name] for name in ONE_OF_EACH}
+    update_folder(folder, None, None, {**BLIMP, "paradigms": some, "paradigm_count": 13})
+    _, _, text = card_figures(folder)
+    assert "by one paradigm of each phenomenon" not in text
 
 
 def test_later_figures_replace_those_of_the_same_text_alone(folder):
