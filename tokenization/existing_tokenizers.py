@@ -95,6 +95,9 @@ def check_inputs(tokenizer: PreTrainedTokenizerBase, segments: int) -> None:
         UserError: the tokenizer does, or the mask is no token of its own.
     """
     way_out = "put back the model's own tokenizer"
+    others = (tokenizer.unk_token_id, tokenizer.pad_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id)
+    if tokenizer.mask_token_id is not None and tokenizer.mask_token_id in others:
+        raise UserError(f"its mask, {tokenizer.mask_token!r:.50}, is another special token, too; {way_out}")
     backend = tokenizer.backend_tokenizer
     truncation, padding = backend.truncation, backend.padding
     backend.no_truncation()
@@ -123,9 +126,6 @@ def check_inputs(tokenizer: PreTrainedTokenizerBase, segments: int) -> None:
         backend.enable_truncation(**truncation)
     if padding:
         backend.enable_padding(**padding)
-    others = (tokenizer.unk_token_id, tokenizer.pad_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id)
-    if tokenizer.mask_token_id is not None and tokenizer.mask_token_id in others:
-        raise UserError(f"its mask, {tokenizer.mask_token!r:.50}, is another special token, too; {way_out}")
 
 
 def make_plain(tokenizer: PreTrainedTokenizerBase, backend: Tokenizer) -> None:
