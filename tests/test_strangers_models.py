@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, BertConfig, BertForPreTraining
 
 from d2l_bert.__main__ import main
 from d2l_bert.inference import demo
+from d2l_bert.messages import UserError
 from d2l_bert.model_cards.card import carry_card
 from d2l_bert.modeling import conversion
 from d2l_bert.tokenization import model_files
@@ -598,6 +599,16 @@ def test_a_usual_table_of_characters_is_read(model):
     assert run("fill-mask")[0] == 0
 
 
+def test_a_table_of_characters_in_another_file_than_tokenizer_json_is_refused(tmp_path, monkeypatch):
+    """Transformers makes a tokenizer of a spiece.model where the library sentencepiece is installed."""
+    table = base64.b64decode(table_of_characters("z " * 1000)["precompiled_charsmap"])
+    entries = [(entry, 0.0) for entry in ("<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]", "▁", *"abcdefgz")]
+    made = transformers.AlbertTokenizer(vocab=entries, _spm_precompiled_charsmap=table)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: made)
+    with pytest.raises(UserError, match="times as long"):
+        stock_tokenizer(str(tmp_path))
+
+
 def piece(name, segment=0):
     """A piece of a template: a text, `A` or `B`, or a special token."""
     return {"Sequence" if name in "AB" else "SpecialToken": {"id": name, "type_id": segment}}
@@ -661,6 +672,7 @@ def test_tokenizers_of_stock_encoders_are_taken_and_left_as_they_are():
         backend.enable_padding(length=128)
         before = backend.to_str()
         check_inputs(tokenizer, segments=2)
+        model_files.check_steps(Path("a model"), json.loads(before))
         assert backend.to_str() == before
 
 

@@ -303,7 +303,7 @@ def check_tokenizer_rules(file: Path, most_tokens: int | None = None) -> None:
     added = [str(token.get("content", "")) for token in content.get("added_tokens", ())]
     check_added_tokens(file, added)
     _check_vocabulary(file, content.get("model", {}), added, most_tokens)
-    _check_steps(file, content)
+    check_steps(file, content)
     damaged = f"{file}: is damaged, or is no file of a tokenizer"
     with panics_explained(), explained(damaged, "fetch it again, or save the tokenizer again", Exception):
         Tokenizer.from_file(str(file))
@@ -366,8 +366,17 @@ def _check_vocabulary(file, model, added, most_tokens):
         raise UserError(f"{file}: the id {highest:,} is that of no vocabulary; {WAY_OUT}")
 
 
-def _check_steps(file, content):
-    """Check what a tokenizer does with a text before and after it looks into its vocabulary."""
+def check_steps(file: Path, content: dict) -> None:
+    """
+    Check what a tokenizer does with a text before and after it looks into its vocabulary.
+
+    Args:
+        file: for the message.
+        content: of tokenizer.json, or of a tokenizer that a library has made of other files.
+
+    Raises:
+        UserError: a step can take the time or the memory of the machine for a short text.
+    """
     growth, values, written = 1, 0, 0
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder", "padding", "truncation"):
         for place, value in _walk(content.get(part), part):
