@@ -783,7 +783,13 @@ def test_patterns_of_usual_tokenizers_are_read_and_endless_ones_are_not():
         *("[a-w ]?" * 20 + "[a-w ]" * 20 + "[éè]", ".?" * 20, ".??" * 20, "(?:[a-z ]|.)" * 20, "(?:.?|b)" * 12),
         *("(?:a*|b)" * 5, "(?:(?:a|b)|c)?" * 12, "(?<n>a|b)" * 12, "(?=a|b)" * 12, "(?:a?b?){20}", "(?:x?){,9}"),
         *("[a-z]{1,9}{1,9}{1,9}", "[a-z ]{1,3}+é", "a*b*c*d", "(?#[)" + "a?" * 30 + "(?#])"),
-        *("(?x)#[\n" + "a?" * 30 + "\n#]", "(?ix:#[\n" + "a?" * 30 + "\n#])", "(?~a)*"),
+        *("(?x)#[\n" + "a?" * 30 + "\n#]", "(?ix:#[\n" + "a?" * 30 + "\n#])", "(?~a)*", "(?Wx)#[\n" + "a?" * 30),
+        *(
+            r"\c[" + "a?" * 30 + r"\c]",
+            r"\\p{" + "a?" * 30 + "}",
+            ("a?" * 8 + "(?i)b|") * 5 + "c",
+            "[]" + "a?" * 30 + "[]",
+        ),
     ]
     assert not [pattern for pattern in usual if is_endless(pattern)]
     assert not [pattern for pattern in endless if not is_endless(pattern)]

@@ -479,11 +479,15 @@ def is_endless(pattern: str) -> bool:
     group, for several repetitions in a row, such as `a*a*a*`, and for many choices in a row, such as `a?` or `(a|b)`
     twenty times. A pattern that is none of these may be refused too, such as one with comments.
     """
-    plain = re.sub(r"\\[pP]\{[^}]*\}|\\x\{[^}]*\}", "p", pattern)  # \p{L}
-    if re.search(r"\\[1-9kg]", plain):
+    escape = re.compile(r"\\(?:[pPx]\{[^}]*\}|.)", re.DOTALL)  # such as \p{L}
+    if any(escaped[1] in "123456789kgcCM" for escaped in escape.findall(pattern)):  # groups, and control characters
         return True
-    plain = re.sub(r"\\.", "e", plain, flags=re.DOTALL)
-    if re.search(r"\(\?(#|~|[a-z-]*x)", plain):  # comments, which may hide the rest, and a part that is to be absent
+    plain = escape.sub("e", pattern)
+    # Comments, which may hide what follows; a part that must be absent.
+    if re.search(r"\(\?(#|~|[^():<>=!]*x)", plain):
+        return True
+    # An option after the beginning: it makes a group of what follows.
+    if re.search(r".\(\?[\w-]+\)", plain, re.DOTALL):
         return True
     plain = re.sub(r"\[(?:\[[^\]]*\]|[^\]\[])+\]", "c", plain)  # a class of characters, which may hold others
     groups = [_Group()]
