@@ -119,7 +119,8 @@ def render_card(folder: Path, name: str | None = None, parameters: int | None = 
 
 def _rendered(folder, name, parameters):
     config, record = read_record(folder / "config.json", ConfigFile), read_record(folder / RUN_FILE, RunRecord)
-    metrics, release = read_record(folder / METRICS_FILE, Metrics), read_record(folder / RELEASE_FILE, Release)
+    metrics = read_record(folder / METRICS_FILE, Metrics, allow_nan=True)
+    release = read_record(folder / RELEASE_FILE, Release)
     # A model that was exported without the head that it was fine-tuned with has the card of an encoder.
     head = re.sub("^.*?(?=For|Model$)", "", config["architectures"][0])  # `ForMaskedLM` of `BertForMaskedLM`
     if not re.fullmatch(r"\w+", head):
@@ -438,7 +439,15 @@ def carry_card(source: str, folder: Path, name: str, has_figures: bool = True, e
                 shutil.copyfile(found, folder / file)
 
     copy(CARD_FILE, RUN_FILE, CURVES_FILE, *([METRICS_FILE] if has_figures else []))
-    metrics = read_record(folder / METRICS_FILE, Metrics)
+    try:
+        _write_carried_card(source, folder, name, export, copy)
+    except UserError as error:  # of a file that was copied: it is the source's
+        raise UserError(str(error).replace(str(folder), source)) from None
+
+
+def _write_carried_card(source, folder, name, export, copy):
+    """The card of a converted model, whose records are copied already; `copy` copies further files of the source."""
+    metrics = read_record(folder / METRICS_FILE, Metrics, allow_nan=True)
     for picture in metrics.get("pictures", {}):
         if not re.fullmatch(PICTURE, picture):
             raise UserError(

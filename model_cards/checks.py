@@ -19,6 +19,7 @@ from d2l_bert.model_cards.markdown import without_code
 from d2l_bert.modeling import configuration_d2l_bert, conversion, export, modeling_d2l_bert
 from d2l_bert.modeling.records import Metrics, Release
 from d2l_bert.records import read_record
+from d2l_bert.tokenization.existing_tokenizers import check_inputs
 from d2l_bert.tokenization.model_files import ConfigFile, check_tokenizer_settings, check_within, read_config_file
 from d2l_bert.tokenization.wordpiece import pieces, stock_tokenizer
 
@@ -151,6 +152,7 @@ def check_tokenizer(folder: Path, config: transformers.PreTrainedConfig) -> None
     # `tokenizers` raises plain Exceptions.
     with explained(f"{folder}: its tokenizer cannot be loaded", way_out, Exception):
         tokenizer = stock_tokenizer(str(folder))
+        check_inputs(tokenizer, config.type_vocab_size)
         entries = pieces(tokenizer)
         beside = vocabulary.read_text(encoding="utf-8").split("\n")[:-1] if vocabulary.is_file() else entries
     wrong = ""
@@ -194,7 +196,7 @@ def check_weights(folder: Path, config: transformers.PreTrainedConfig, model_cla
 
 def check_onnx(folder: Path) -> None:
     """Refuse ONNX files that are damaged, or that are not those of the folder's weights."""
-    metrics = read_record(folder / cards.METRICS_FILE, Metrics) or {}
+    metrics = read_record(folder / cards.METRICS_FILE, Metrics, allow_nan=True) or {}
     again = "export the model again, or delete the folder onnx"
     for name in (export.FLOAT, export.INT8):
         file = folder / name

@@ -50,7 +50,7 @@ def check_updatable(name: str) -> None:
             f"update_card out"
         )
     _refuse_links(folder)
-    metrics = read_record(folder / cards.METRICS_FILE, Metrics)
+    metrics = read_record(folder / cards.METRICS_FILE, Metrics, allow_nan=True)
     way_out = f"put back the {cards.METRICS_FILE} that was written there, or take it out"
     with explained(f"{folder / cards.METRICS_FILE}: cannot be shown on a card", way_out, *cards.OF_CARDS):
         section_of(metrics)
@@ -96,7 +96,7 @@ def update_folder(folder: Path, text: str | None, figures: dict | None, blimp: d
 
 
 def _update(folder, text, figures, blimp):
-    before = read_record(folder / cards.METRICS_FILE)
+    before = read_record(folder / cards.METRICS_FILE, allow_nan=True)
     metrics = dict(before)
     if figures is not None:
         of_text = {f"eval/{text}/{name}": value for name, value in figures.items() if value is not None}

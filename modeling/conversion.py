@@ -183,25 +183,40 @@ def check_computes(model: PreTrainedModel) -> None:
             f"with the weights"
         ) from None
     for output in outputs.values():
-        if isinstance(output, torch.Tensor) and not output.isfinite().all():
-            raise UserError("what it computes of a text is not finite, its weights being too large; give others")
+        if isinstance(output, torch.Tensor):
+            check_outputs(output)
 
 
+def check_outputs(output: torch.Tensor, prefix: str = "") -> None:
+    """Refuse what a model has computed if a number of it is NaN or infinite; raises `UserError`, after `prefix`."""
+    if not output.isfinite().all():
+        raise UserError(f"{prefix}what it computes of a text is not finite, its weights being too large; give others")
+
+
+# The largest absolute value of a weight. Those of trained models are below 100; products of much larger ones overflow.
+LARGEST_WEIGHT = 10_000
+
+
+@torch.no_grad()
 def check_finite(model: PreTrainedModel) -> None:
     """
-    Refuse a model with a weight that is NaN or infinite: nothing that it computes means anything.
+    Refuse a model with a weight that is NaN, infinite or beyond any trained model's: nothing that it computes means
+    anything, be it only for the texts that have one token.
 
     Raises:
         UserError: such a weight is there.
     """
-    refuse_first(
-        {
-            f"its weights are not finite ({name} holds NaN or infinity); give an earlier checkpoint": (
-                not weight.isfinite().all()
+    for name, weight in model.named_parameters():
+        if weight.numel() == 0:
+            continue
+        least, most = map(float, weight.aminmax())
+        if not math.isfinite(least + most):
+            raise UserError(f"its weights are not finite ({name} holds NaN or infinity); give an earlier checkpoint")
+        if max(-least, most) > LARGEST_WEIGHT:
+            raise UserError(
+                f"its weights are too large, so that what it computes is not finite for some texts ({name} holds "
+                f"{max(-least, most):.1e}); give an earlier checkpoint"
             )
-            for name, weight in model.named_parameters()
-        }
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -283,6 +298,9 @@ PRETRAINED = (
     ("BertModel", {}),
     ("BertModel", {"add_pooling_layer": False}),
 )
+# The names of weights of the heads of pretraining, ours and stock BERT's.
+HEAD_WEIGHT = re.compile(r"(mlm|nsp|cls)\.")
+
 # What turns an encoder into a sentence-transformers model: its modules, the settings of lengths and prompts, and a
 # folder such as 1_Pooling for each module behind the encoder.
 SENTENCE_TRANSFORMER_FILES = [
@@ -333,7 +351,16 @@ def read_model(
             for weight in sorted(unused)
         }
     )
+    # The weights of a head that lacks others: the classes without this head pass over them in silence.
+    unused |= {weight for weight in model_files.stored_weights(name) if HEAD_WEIGHT.match(weight)} - _names_in(model)
     return from_bert(model) if library is transformers else model, sorted(unused)
+
+
+def _names_in(model):
+    """The names of a model's weights, also as old checkpoints have them."""
+    names = set(model.state_dict())
+    old = {name.replace("LayerNorm.weight", "LayerNorm.gamma") for name in names}
+    return names | old | {name.replace("LayerNorm.bias", "LayerNorm.beta") for name in names}
 
 
 def our_config(config: BertConfig) -> D2lBertConfig:
@@ -385,7 +412,10 @@ def to_bert(model: modeling_d2l_bert.D2lBertPreTrainedModel) -> PreTrainedModel:
             )
         }
     )
-    config = BertConfig(**{name: getattr(model.config, name) for name in SHARED_FIELDS})
+    values = {name: getattr(model.config, name) for name in SHARED_FIELDS}
+    for name in ("initializer_range", "layer_norm_eps"):  # stock BERT takes no whole number for them
+        values[name] = float(values[name])
+    config = BertConfig(**values)
     return _converted(model, getattr(transformers, type(model).__name__.removeprefix("D2l")), config, back=False)
 
 

@@ -1,6 +1,7 @@
 """Loads the tokenizers that exist: of a model's folder, of the Hub, a bare `vocab.txt` or `tokenizer.json`."""
 
 import logging
+import re
 import unicodedata
 from collections import Counter
 from pathlib import Path
@@ -28,6 +29,9 @@ from d2l_bert.tokenization.wordpiece import (
 
 
 logger = logging.getLogger(__name__)
+
+# The special tokens of BERT by their roles.
+ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 
 # The files of a tokenizer's vocabulary, of which each model has one or the other.
 VOCABULARY_FILES = (
@@ -67,14 +71,61 @@ def read_tokenizer(name: str, config) -> PreTrainedTokenizerBase:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         make_plain(tokenizer, backend)
-        segments = getattr(config, "type_vocab_size", None) or 0
-        if segments > 1 and max(backend.encode("a", "b").type_ids, default=0) >= segments:
-            raise UserError(f"its tokenizer gives segments beyond the model's {segments}; put back the model's own")
+        check_inputs(tokenizer, getattr(config, "type_vocab_size", None) or 0)
     if getattr(config, "type_vocab_size", 2) == 1:
         # A model with one segment, such as AlephBERT, has no second number for a second text.
         names = [each for each in tokenizer.model_input_names if each != "token_type_ids"]
         tokenizer.model_input_names = names
     return tokenizer
+
+
+# Special tokens around a text or a pair: BERT puts 3 around a pair, RoBERTa 4.
+MOST_AROUND = 16
+
+
+def check_inputs(tokenizer: PreTrainedTokenizerBase, segments: int) -> None:
+    """
+    Refuse a tokenizer that makes other inputs of a text and of a pair than their tokens in order, in known segments,
+    with a few special tokens around them.
+
+    Args:
+        segments: how many the model knows; less than two if it has none, and is given none.
+
+    Raises:
+        UserError: the tokenizer does, or the mask is no token of its own.
+    """
+    way_out = "put back the model's own tokenizer"
+    others = (tokenizer.unk_token_id, tokenizer.pad_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id)
+    if tokenizer.mask_token_id is not None and tokenizer.mask_token_id in others:
+        raise UserError(f"its mask, {tokenizer.mask_token!r:.50}, is another special token, too; {way_out}")
+    backend = tokenizer.backend_tokenizer
+    truncation, padding = backend.truncation, backend.padding
+    backend.no_truncation()
+    backend.no_padding()
+    for texts in (("a word",), ("a word", "and another")):
+        what = "a pair of texts" if len(texts) > 1 else "a text"
+        encoding = backend.encode(*texts)
+        expected = [backend.encode(text, add_special_tokens=False).ids for text in texts]
+        numbers = [number for number in encoding.sequence_ids if number is not None]
+        found = [
+            token for token, number in zip(encoding.ids, encoding.sequence_ids, strict=True) if number is not None
+        ]
+        around = [token for token, number in zip(encoding.ids, encoding.sequence_ids, strict=True) if number is None]
+        if numbers != sorted(numbers) or found != sum(expected, []):
+            raise UserError(f"its tokenizer leaves out or moves tokens of {what} (post_processor); {way_out}")
+        if not 1 <= len(around) <= MOST_AROUND:
+            raise UserError(
+                f"its tokenizer puts {len(around)} special tokens around {what} (post_processor), and may put 1 to "
+                f"{MOST_AROUND}; {way_out}"
+            )
+        if tokenizer.mask_token_id in around:
+            raise UserError(f"its tokenizer puts a mask around {what} (post_processor); {way_out}")
+        if segments > 1 and max(encoding.type_ids) >= segments:
+            raise UserError(f"its tokenizer gives {what} segments beyond the model's {segments}; {way_out}")
+    if truncation:
+        backend.enable_truncation(**truncation)
+    if padding:
+        backend.enable_padding(**padding)
 
 
 def make_plain(tokenizer: PreTrainedTokenizerBase, backend: Tokenizer) -> None:
@@ -126,12 +177,17 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
                 )
             }
         )
-        missing = [
-            role for role in ("pad", "unk", "cls", "sep", "mask") if getattr(tokenizer, f"{role}_token_id") is None
-        ]
+        missing = [role.removesuffix("_token") for role in ROLES if getattr(tokenizer, f"{role}_id") is None]
+        tokens = [token for role in ROLES if (token := getattr(tokenizer, role)) is not None]
+        # One that is between brackets or the like, as all special tokens of stock models are, is no word of a text.
+        words = [token for token in tokens if not re.fullmatch(r"[^\w\s#].+[^\w\s]", token)]
         refuse_first(
             {
                 f"it has no {', '.join(missing)} token, and must have BERT's five; give another": missing,
+                f"two of its special tokens are one ({', '.join(map(repr, tokens))}); give another": (
+                    len({tokenizer.convert_tokens_to_ids(token) for token in tokens}) < len(tokens)
+                ),
+                f"its special token {min(words, default='')!r:.50} is a word or a piece of one; give another": words,
                 f"its pieces inside of words begin with {model.continuing_subword_prefix!r}, not {CONTINUATION!r}; "
                 f"give another": model.continuing_subword_prefix != CONTINUATION,
                 f"an unknown word is {model.unk_token}, and its unk token {tokenizer.unk_token}; make them one": (

@@ -1,6 +1,9 @@
 """The files of a model, a stranger's too: where they lie, and what is checked before any library reads them."""
 
+import base64
+import binascii
 import contextlib
+import dataclasses
 import math
 import os
 import re
@@ -115,14 +118,17 @@ class ConfigFile(TypedDict, total=False):
 # Transformers writes a name for each label when it reads config.json.
 MOST_LABELS = 2**20
 
+# Layers, groups or blocks. Transformers lists them when it reads config.json.
+MOST_PARTS = 2**16
+
 
 def read_config_file(name: str | Path) -> ConfigFile:
     """
     The content of a model's config.json; an empty one if there is none.
 
     Raises:
-        UserError: it is no JSON object, an entry has another type, a number is infinite or none, there are too many
-            labels, or the weights are quantized.
+        UserError: it is no JSON object, an entry has another type, a number is not finite, there are too many labels
+            or layers, or the weights are quantized.
     """
     file = find_file(name, "config.json")
     if file is None:
@@ -131,13 +137,18 @@ def read_config_file(name: str | Path) -> ConfigFile:
     if (content.get("num_labels") or 0) > MOST_LABELS:
         raise UserError(f"{file}: num_labels {content['num_labels']:,} is more than {MOST_LABELS:,}; correct it")
     for place, value in _walk(content):
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{file}: {place} is {value}, which is no number of JSON; write a number")
+        if _counts_parts(place) and type(value) is int and value > MOST_PARTS:
+            raise UserError(f"{file}: {place:.100} is {value:,}, which no model has; put back the model's own")
     if "transformers_weights" in content:
         raise UserError(f"{file}: transformers_weights names another file of weights; take the entry out")
     if content.get("quantization_config"):
         raise UserError("its weights are quantized (quantization_config); give the model that it was made of")
     return content
+
+
+def _counts_parts(place):
+    """Whether the entry of config.json at a place counts layers, groups or blocks."""
+    return re.search(r"layers?\b|groups?\b|blocks?\b|repeat|depth|experts", place.replace("_", " ")) is not None
 
 
 def _walk(value, place=""):
@@ -170,6 +181,9 @@ class TokenizerSettings(TypedDict, total=False):
     added_tokens_decoder: dict[str, dict]
 
 
+# The entries that name a token by its role.
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
 # Arguments of a tokenizer's class that name files, or come before all others: no saved tokenizer has them.
 FOREIGN_ARGUMENTS = ("vocab", "merges", "init_inputs", "tokenizer_object", "gguf_file")
 
@@ -197,6 +211,17 @@ def check_tokenizer_settings(name: str | Path) -> TokenizerSettings:
     longest = settings.get("model_max_length")
     if longest is not None and not 3 <= longest < math.inf:  # nor NaN
         raise UserError(f"{file}: model_max_length {longest} is no length of a text; write 512, or leave it out")
+    if (settings.get("tokenizer_class") or "").startswith("Auto"):  # which would look for its own class, and so on
+        raise UserError(
+            f"{file}: tokenizer_class {settings['tokenizer_class']!r:.100} is no class of a tokenizer; write that of "
+            f"the model's tokenizer, such as BertTokenizer"
+        )
+    for role in ROLES:
+        token = settings.get(role)
+        if token == "" or (isinstance(token, dict) and token.get("content") == ""):
+            raise UserError(f"{file}: {role} is empty, which is no token; put back the model's own, or leave it out")
+    if settings.get("split_special_tokens"):
+        raise UserError(f"{file}: split_special_tokens would take a mask for text; take the entry out")
     names = settings.get("model_input_names", ["input_ids", "attention_mask"])
     if names[:1] != ["input_ids"] or "attention_mask" not in names:
         raise UserError(f"{file}: model_input_names must begin with input_ids, and have attention_mask; correct it")
@@ -241,8 +266,15 @@ MOST_WRITTEN = 2**18
 # Replacements that make a text longer, one after the other, by at most this factor.
 MOST_GROWTH = 1000
 
-# Parts of a pattern that repeat without an end, one behind the other. GPT-4's tokenizer has 2, o200k's 3.
-MOST_REPETITIONS = 4
+# Characters of a pattern. Those of usual tokenizers have some 300.
+LONGEST_PATTERN = 2**12
+
+# Parts of a pattern that repeat, one behind the other. GPT-4's and o200k's tokenizers have 2. Of 4, a text of 200
+# characters can take half a minute.
+MOST_REPETITIONS = 2
+
+# Ways in which the choices of a pattern, one behind the other, can be taken. o200k's tokenizer has 16.
+MOST_WAYS = 1000
 
 # What a message about such a rule ends with.
 WAY_OUT = "do not use this tokenizer"
@@ -271,7 +303,7 @@ def check_tokenizer_rules(file: Path, most_tokens: int | None = None) -> None:
     added = [str(token.get("content", "")) for token in content.get("added_tokens", ())]
     check_added_tokens(file, added)
     _check_vocabulary(file, content.get("model", {}), added, most_tokens)
-    _check_steps(file, content)
+    check_steps(file, content)
     damaged = f"{file}: is damaged, or is no file of a tokenizer"
     with panics_explained(), explained(damaged, "fetch it again, or save the tokenizer again", Exception):
         Tokenizer.from_file(str(file))
@@ -334,8 +366,17 @@ def _check_vocabulary(file, model, added, most_tokens):
         raise UserError(f"{file}: the id {highest:,} is that of no vocabulary; {WAY_OUT}")
 
 
-def _check_steps(file, content):
-    """Check what a tokenizer does with a text before and after it looks into its vocabulary."""
+def check_steps(file: Path, content: dict) -> None:
+    """
+    Check what a tokenizer does with a text before and after it looks into its vocabulary.
+
+    Args:
+        file: for the message.
+        content: of tokenizer.json, or of a tokenizer that a library has made of other files.
+
+    Raises:
+        UserError: a step can take the time or the memory of the machine for a short text.
+    """
     growth, values, written = 1, 0, 0
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder", "padding", "truncation"):
         for place, value in _walk(content.get(part), part):
@@ -361,7 +402,7 @@ def _check_value(file, place, value):
         raise UserError(f"{file}: {place:.100} has {len(value):,} entries, and may have {MOST_IN_TEMPLATE}; {WAY_OUT}")
     if not isinstance(value, str):
         return
-    if place.endswith(".Regex") and len(value) <= MOST_WRITTEN and is_endless(value):
+    if place.endswith(".Regex") and (len(value) > LONGEST_PATTERN or is_endless(value)):
         raise UserError(f"{file}: the pattern {value!r:.100} of {place} may take for ever; {WAY_OUT}")
     if place.endswith(".String") and value == "":
         raise UserError(f"{file}: {place} replaces nothing; {WAY_OUT}")
@@ -375,6 +416,8 @@ def _growth(place, value):
         return 1 + len(value)  # also where a pattern finds nothing, and the text is put in between
     if place.endswith("type") and value == "ByteLevel" and not place.startswith(("decoder", "post_processor")):
         return 2  # a letter that is not ASCII becomes two or more
+    if place.endswith(".precompiled_charsmap") and isinstance(value, str):
+        return _longest_in_table(value)
     if place.startswith("post_processor") and place.endswith((".single", ".pair")) and isinstance(value, list):
         pieces = [entry.get("Sequence") for entry in value if isinstance(entry, dict)]
         texts = [piece.get("id") for piece in pieces if isinstance(piece, dict)]
@@ -382,36 +425,98 @@ def _growth(place, value):
     return 1
 
 
+def _longest_in_table(charsmap):
+    """
+    The length of the longest text that the table of a `Precompiled` normalizer puts in the place of a character.
+
+    The table is SentencePiece's: the size of a trie in four bytes, the trie, and the texts, each with a NUL behind it.
+    """
+    try:
+        table = base64.b64decode(charsmap)
+    except (binascii.Error, ValueError):
+        return 1  # the library refuses it
+    texts = table[4 + int.from_bytes(table[:4], "little") :]
+    return max(1, *(len(text.decode("utf-8", "replace")) for text in texts.split(b"\0")))
+
+
+# The parts of a pattern: the beginning of a group, a choice, or a group's end or a character with its quantifier.
+QUANTIFIER = r"[*+?]|\{\d*,?\d*\}"
+PARTS_OF_PATTERN = re.compile(
+    rf"(?P<opened>\((?:\?(?:[=!>:]|<[=!]|<\w+>|[a-z-]+:?))?)|(?P<choice>\|)|(?P<quantified>{QUANTIFIER})"
+    rf"|(?P<sign>.)(?P<quantifier>[*+][?+]?|\?[?+]?|\{{\d*,?\d*\}}\??)?",
+    re.DOTALL,
+)
+
+
+@dataclasses.dataclass
+class _Group:
+    """
+    What has been read of a group of a pattern, or of the whole.
+
+    Args:
+        ways: in how many ways the parts of this alternative can match by their choices alone.
+        repetitions: how many of them repeat.
+        ways_before, repetitions_before: of the alternatives before it, the sum and the largest.
+    """
+
+    ways: int = 1
+    repetitions: int = 0
+    ways_before: int = 0
+    repetitions_before: int = 0
+
+    def end_alternative(self):
+        self.ways_before += self.ways
+        self.repetitions_before = max(self.repetitions_before, self.repetitions)
+        self.ways, self.repetitions = 1, 0
+
+
 def is_endless(pattern: str) -> bool:
     """
-    Whether the time to match a pattern may grow faster than the fourth power of the text's length.
+    Whether the time to match a pattern may grow faster than the third power of the text's length, or with a large
+    factor.
 
     That is so for a repeated group with a repetition or a choice inside, such as `(a+)+`, for a reference to another
-    group, and for many repetitions in a row, such as `a*a*a*a*a*`. A pattern that is none of these may be refused too.
+    group, for several repetitions in a row, such as `a*a*a*`, and for many choices in a row, such as `a?` or `(a|b)`
+    twenty times. A pattern that is none of these may be refused too, such as one with comments.
     """
-    plain = re.sub(r"\\[pP]\{[^}]*\}", "p", pattern)  # \p{L}
-    if re.search(r"\\[1-9kg]", plain):
+    escape = re.compile(r"\\(?:[pPx]\{[^}]*\}|.)", re.DOTALL)  # such as \p{L}
+    if any(escaped[1] in "123456789kgcCM" for escaped in escape.findall(pattern)):  # groups, and control characters
         return True
-    plain = re.sub(r"\\.", "e", plain, flags=re.DOTALL)
+    plain = escape.sub("e", pattern)
+    # Comments, which may hide what follows; a part that must be absent.
+    if re.search(r"\(\?(#|~|[^():<>=!]*x)", plain):
+        return True
+    # An option after the beginning: it makes a group of what follows.
+    if re.search(r".\(\?[\w-]+\)", plain, re.DOTALL):
+        return True
     plain = re.sub(r"\[(?:\[[^\]]*\]|[^\]\[])+\]", "c", plain)  # a class of characters, which may hold others
-    repeats = r"(?:[*+]|\{\d*,?\d*\})"
-    groups = [False]  # for the whole pattern and each open group, whether it holds a repetition or a choice
-    position = 0
-    while position < len(plain):
-        sign = plain[position]
-        repetition = re.compile(repeats).match(plain, position)
-        if sign == "(":
-            groups.append(False)
-        elif sign == ")" and len(groups) > 1:
+    groups = [_Group()]
+    for part in PARTS_OF_PATTERN.finditer(plain):
+        if part["quantified"]:  # what has a quantifier already, or nothing
+            return True
+        if part["opened"]:
+            groups.append(_Group())
+            continue
+        if part["choice"]:
+            groups[-1].end_alternative()
+            continue
+        ways, repetitions = 1, 0
+        if part["sign"] == ")" and len(groups) > 1:
             inner = groups.pop()
-            if inner and re.compile(repeats).match(plain, position + 1):
+            inner.end_alternative()
+            ways, repetitions = inner.ways_before, inner.repetitions_before
+        quantifier = part["quantifier"] or ""
+        if quantifier.startswith("?"):
+            ways += 1
+        elif quantifier:
+            if ways > 1 or repetitions:
                 return True
-            groups[-1] |= inner
-        elif sign == "|" or repetition or (sign == "?" and plain[position - 1 : position] not in ("(", "*", "+", "}")):
-            groups[-1] = True
-        position += 1
-    alternatives = re.split(r"\|", plain)
-    return any(len(re.findall(r"[*+]|\{\d*,\d*\}", each)) > MOST_REPETITIONS for each in alternatives)
+            repetitions = 1
+        groups[-1].ways *= ways
+        groups[-1].repetitions += repetitions
+        if groups[-1].ways > MOST_WAYS or groups[-1].repetitions > MOST_REPETITIONS:
+            return True
+    return False
 
 
 def read_vocabulary(file: Path) -> list[str]:
@@ -499,8 +604,9 @@ def weight_files(name: str | Path, pickles: bool = True) -> list[Path]:
 
 
 class IndexFile(TypedDict):
-    """The entry of model.safetensors.index.json that is read: the file of each weight."""
+    """The entries of model.safetensors.index.json that are read: any object, and the file of each weight."""
 
+    metadata: dict
     weight_map: dict[str, str]
 
 
@@ -531,6 +637,13 @@ class StoredWeight(NamedTuple):
 KINDS_OF_WEIGHTS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 
 
+# Tensors in the files of weights: BERT-large has 400. The libraries take their time for each, an empty one, too.
+MOST_WEIGHTS = 2**15
+
+# In bytes, of the header of a file of weights, which has some 100 for each.
+LARGEST_HEADER = 4 << 20
+
+
 def stored_weights(name: str | Path, pickles: bool = True) -> dict[str, StoredWeight]:
     """
     What a model's files say of its weights, by their names, in the headers of the files: no weight is read.
@@ -544,12 +657,19 @@ def stored_weights(name: str | Path, pickles: bool = True) -> dict[str, StoredWe
     stored = {}
     for file in weight_files(name, pickles):
         stored |= _stored_in_pickle(file) if file.suffix == ".bin" else _stored_in_safetensors(file)
+        if len(stored) > MOST_WEIGHTS:
+            raise UserError(f"{file}: names {len(stored):,} weights, more than any model has; do not use this model")
     return stored
 
 
 def _stored_in_safetensors(file):
     from safetensors import SafetensorError, safe_open
 
+    with explained(f"{file}: cannot be read", "save the model again, or fetch it again", OSError):
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+        if LARGEST_HEADER < size <= file.stat().st_size:  # of a larger size, which is damage, the library says so
+            raise UserError(f"{file}: its header has {size:,} bytes, more than any model's; do not use this model")
     with (
         explained(f"{file}: cannot be read", "save the model again, or fetch it again", SafetensorError, *READ_ERRORS),
         safe_open(file, "np") as opened,
@@ -589,7 +709,6 @@ def check_numbers(content: object, most: int) -> str:
         most: the number of tensors in the file of weights.
     """
     for place, value in _walk({name: of for name, of in content.items() if name not in ("id2label", "label2id")}):
-        counts = re.search(r"layers?\b|groups?\b|blocks?\b|repeat|depth|experts", place.replace("_", " "))
-        if counts and type(value) is int and value > max(most, 1024):
+        if _counts_parts(place) and type(value) is int and value > max(most, 1024):
             return place
     return ""

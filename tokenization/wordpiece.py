@@ -20,6 +20,7 @@ from d2l_bert.records import read_record
 from d2l_bert.tokenization.model_files import (
     MOST_CHARACTERS,
     check_folder,
+    check_steps,
     check_tokenizer_rules,
     check_tokenizer_settings,
     find_file,
@@ -385,6 +386,8 @@ def stock_tokenizer(name: str, most_tokens: int | None = None) -> PreTrainedToke
                     "its tokenizer.json has rules that BertTokenizer does not follow in Transformers 5; write "
                     '"tokenizer_class": "PreTrainedTokenizerFast" into its tokenizer_config.json'
                 )
+        if tokenizer.is_fast and not rules:  # the library has made the rules, such as of a spiece.model
+            check_steps(Path(name), json.loads(tokenizer.backend_tokenizer.to_str()))
         if tokenizer.is_fast:
             _try_out(tokenizer)
     for option, value in left_out.items():

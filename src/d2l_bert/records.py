@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import json
+import math
 import os
 import sys
 import types
@@ -16,17 +17,18 @@ from d2l_bert.messages import READ_ERRORS, UserError, explained
 LARGEST_RECORD = 1 << 28  # bytes
 
 
-def read_record(path: Path, kind: type = dict) -> dict:
+def read_record(path: Path, kind: type = dict, allow_nan: bool = False) -> dict:
     """
     The object in a JSON file, as it stands there; an empty dict if nothing of this name exists.
 
     Args:
         kind: a `TypedDict` that declares the entries which this package reads: the others are kept, unchecked. With
             `dict`, any object is taken, and none of its entries may be relied on.
+        allow_nan: whether a number may be NaN or infinite, as a figure that is not defined.
 
     Raises:
         UserError: the file cannot be read, is no regular file, or holds no JSON object, or one that is not as `kind`
-            declares it.
+            declares it; or a number is not finite.
     """
     if not path.is_symlink() and not path.exists():
         return {}
@@ -35,7 +37,8 @@ def read_record(path: Path, kind: type = dict) -> dict:
             raise ValueError("it is no file")  # a pipe would wait, and a device would never end
         if path.stat().st_size > LARGEST_RECORD:
             raise ValueError(f"it has {path.stat().st_size:,} bytes, and such a file has at most {LARGEST_RECORD:,}")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        finite = {} if allow_nan else {"parse_float": _finite, "parse_constant": _finite}
+        content = json.loads(path.read_text(encoding="utf-8"), **finite)
         if not isinstance(content, dict):
             raise ValueError("it holds no JSON object")
         try:
@@ -43,6 +46,13 @@ def read_record(path: Path, kind: type = dict) -> dict:
         except ValueError as error:
             raise ValueError(f"{error}{_other_version(content)}") from None
     return content
+
+
+def _finite(number):
+    """A number of JSON as a float; NaN, Infinity and a number beyond a float's range, such as 1e400, are refused."""
+    if not math.isfinite(value := float(number)):
+        raise ValueError(f"{number:.50} is no finite number")
+    return value
 
 
 def _other_version(content):

@@ -310,7 +310,7 @@ def table_of_runs(models: Sequence[masked_models.MaskedModel], results: list[dic
     """
     groups: dict[object, dict[object, MeasuredRun]] = {}
     for number, (model, name, measured) in enumerate(zip(models, names_apart(models), results, strict=True)):
-        metrics = read_record(Path(model.name, card.METRICS_FILE), Metrics)
+        metrics = read_record(Path(model.name, card.METRICS_FILE), Metrics, allow_nan=True)
         seed = model.record.get("run", {}).get("seed")
         is_finished_run = "run" in model.record and bool(metrics)
         group = identity_but_seed(model) if is_finished_run else number

@@ -83,6 +83,9 @@ class MaskedModel(torch.nn.Module):
 
         Returns:
             `prediction_logits` (B, P, V), and `seq_relationship_logits` (B, 2) of the head for pairs, or None.
+
+        Raises:
+            UserError: a logit is not finite.
         """
         inputs = {
             "attention_mask": attention_mask,
@@ -94,6 +97,7 @@ class MaskedModel(torch.nn.Module):
         logits = outputs.get("prediction_logits", outputs.get("logits"))
         if "masked_positions" not in inputs:
             logits = logits.gather(1, masked_positions.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
+        conversion.check_outputs(logits, f"{self.name}: ")
         pair_logits = outputs.get("seq_relationship_logits", outputs.get("sop_logits")) if self.task else None
         return D2lBertForPreTrainingOutput(prediction_logits=logits, seq_relationship_logits=pair_logits)
 

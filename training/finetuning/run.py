@@ -243,7 +243,7 @@ class Run:
             UserError: the file is not one that `attempt` writes for this rate and seed, or the model beside it has
                 changed.
         """
-        result, way_out = read_record(file, Result), f"delete {file.parent}, and it is trained again"
+        result, way_out = read_record(file, Result, allow_nan=True), f"delete {file.parent}, and it is trained again"
         if (result["learning_rate"], result["seed"]) != (rate, seed):
             raise messages.UserError(f"{file}: is of another rate or seed; {way_out}")
         for count in (result["steps"], result["best_step"], result["seconds"]):
@@ -300,7 +300,7 @@ def _keep(folder, model, result):
         result["sha256"] = hashes_of(folder / output.MODEL_FOLDER)
     folders.write_json(folder / RESULT_FILE, result)
     delete_old(checkpoints(folder))
-    return read_record(folder / RESULT_FILE, Result)
+    return read_record(folder / RESULT_FILE, Result, allow_nan=True)
 
 
 def _is_number(value) -> bool:

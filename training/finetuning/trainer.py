@@ -356,12 +356,12 @@ def last_checkpoint(folder: Path) -> tuple[str | None, float]:
 
 def _read_complete(path):
     """The record of a complete checkpoint, whose files are whole, and those of the best one, which Trainer loads."""
-    record = read_record(path / COMPLETE_FILE, Complete)
+    record = read_record(path / COMPLETE_FILE, Complete, allow_nan=True)
     check_hashes(path, record["sha256"], (STATE_FILE, WEIGHTS_FILE))
-    best = read_record(path / STATE_FILE, Best).get("best_global_step")
+    best = read_record(path / STATE_FILE, Best, allow_nan=True).get("best_global_step")
     before = path.with_name(f"checkpoint-{best}")
     if best and before != path:
-        of_best = read_record(before / COMPLETE_FILE, Complete)
+        of_best = read_record(before / COMPLETE_FILE, Complete, allow_nan=True)
         if not of_best:
             raise UserError(f"the best one before it, {before.name}, is gone")
         check_hashes(before, of_best["sha256"], (WEIGHTS_FILE,))

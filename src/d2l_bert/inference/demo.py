@@ -2,6 +2,7 @@
 
 import functools
 import html
+import math
 import os
 
 from transformers import AutoModelForMaskedLM, AutoModelForNextSentencePrediction, pipeline
@@ -51,7 +52,14 @@ def next_sentence(model: str, first: str, second: str) -> str:
 
 
 def bars(shares: list[tuple[str, float]]) -> str:
-    """A line for each name: its share as a number and as a bar."""
+    """
+    A line for each name: its share as a number and as a bar.
+
+    Raises:
+        UserError: a share is NaN.
+    """
+    if any(math.isnan(share) for _, share in shares):
+        raise messages.UserError("what the model computes of this text is not finite; give another model")
     return "\n".join(f"  {share:6.1%}  {name:<20} {'█' * round(30 * share)}".rstrip() for name, share in shares)
 
 

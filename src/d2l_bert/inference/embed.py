@@ -178,6 +178,9 @@ def vectors_of(encodings: list, model, tokenizer, config: EmbedConfig) -> torch.
 
     Returns:
         float32 (n, H), on the CPU.
+
+    Raises:
+        UserError: a number of them is not finite.
     """
     batch_tokens = config.batch_tokens or (4096 if model.device.type == "cpu" else 65_536)
     lengths = np.array([len(encoding) for encoding in encodings])
@@ -192,6 +195,7 @@ def vectors_of(encodings: list, model, tokenizer, config: EmbedConfig) -> torch.
         shares = batch["attention_mask"] / batch["attention_mask"].sum(1, keepdim=True)
         pooled = hidden[:, 0] if config.pooling == "cls" else torch.einsum("bt,bth->bh", shares, hidden)
         vectors[torch.from_numpy(lines).to(model.device)] = pooled
+    conversion.check_outputs(vectors, f"{model.name_or_path}: ")
     return vectors.cpu()
 
 

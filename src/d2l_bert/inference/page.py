@@ -47,7 +47,7 @@ def write_page(exported: Path, name: str, folder: Path) -> None:
     Raises:
         UserError: the model is for another task than those of `PAGE_TASKS`, or has more than one class for a text.
     """
-    metrics = read_record(exported / "metrics.json")
+    metrics = read_record(exported / "metrics.json", allow_nan=True)
     task, problem = metrics["export"]["task"], read_record(exported / "config.json").get("problem_type")
     messages.refuse_first(
         {
