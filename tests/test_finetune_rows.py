@@ -12,6 +12,7 @@ from sklearn.dummy import DummyClassifier, DummyRegressor
 from text_sources import write_table
 from transformers import AutoTokenizer
 
+from d2l_bert.messages import UserError
 from d2l_bert.training.finetuning import metrics, output, text_classification
 
 
@@ -116,6 +117,33 @@ def test_minus_one_is_a_class_unless_it_says_that_there_is_no_label(tmp_path):
     options = {"dataset": saved(tmp_path / "c", kinds, train=labelled(-1, 0, 1, 1))}
     _, splits = load(None, "text-classification", **options)
     assert labels_of(splits["train"]) == ["no", "yes", "yes"]
+
+
+def classes_in(folder, names, numbers):
+    """What is read of a saved dataset whose classes have these names."""
+    kinds = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
+    options = {"dataset": saved(folder, kinds, train=labelled(*numbers))}
+    task, splits = load(None, "text-classification", **options)
+    return task.classes, labels_of(splits["train"])
+
+
+@pytest.mark.parametrize("names", [["\u00fc", "u\u0308", "b"], ["\u00fc", "\u00fc ", "b"]])
+def test_classes_of_a_dataset_that_are_equal_when_read_are_one_class(names, tmp_path):
+    assert classes_in(tmp_path / "set", names, [0, 1, 2, 0]) == (["\u00fc", "b"], ["\u00fc", "\u00fc", "b", "\u00fc"])
+    with pytest.raises(UserError, match="every row has the label"):
+        classes_in(tmp_path / "two", names[:2], [0, 1, 0, 1])
+
+
+@pytest.mark.parametrize("name", ["pos\ud800", " "])
+def test_a_class_whose_name_cannot_be_written_is_refused(name, tmp_path):
+    with pytest.raises(UserError, match="set, split train: column 'label' (has the label|holds)"):
+        classes_in(tmp_path / "set", ["no", name], [0, 1, 0, 1])
+
+
+def test_half_characters_in_cells_of_json_are_replaced(tmp_path):
+    rows = [{"tokens": '["a\\ud800", "b"]', "tags": '["x\\udc00", "y"]'}]
+    task, splits = load(write_table(tmp_path / "rows.csv", rows), "token-classification")
+    assert read(splits["train"]) == [(("a\ufffd", "b"), ["x\ufffd", "y"])] and task.classes == ["x\ufffd", "y"]
 
 
 def test_words_that_pandas_reads_as_empty_are_classes_in_a_folder_of_csv(tmp_path):

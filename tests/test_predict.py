@@ -167,7 +167,7 @@ COLUMNS = {
     "question-answering": {"question_column": ["q"], "context_column": ["c"], "label_column": ["answers"]},
     "multiple-choice": {"context_column": ["c"], "choices_column": ["choices"], "label_column": ["label"]},
 }
-LEARNT = {"classes": ["a", "b"], "mean": 0.5, "deviation": 2.0, "default": "O", "scheme": "BIO"}
+LEARNT = {"classes": ["a", "b"], "mean": 0.5, "deviation": 2.0, "default": "a", "scheme": "BIO"}
 LEARNT |= {"has_unanswerable": False, "count": 2, "begin": 0}
 
 
@@ -367,6 +367,24 @@ def test_a_record_that_is_not_of_this_model_is_refused_in_one_line(change, class
     file = write_table(tmp_path / "rows.csv", rows_of(2, 0))
     assert "run_config.json" in fails("predict", folder, file, f"--output={tmp_path / 'out.csv'}")
     assert not (tmp_path / "out.csv").exists()
+
+
+@pytest.mark.parametrize("names", [["same", "same"], ["one\ud800", "two"]], ids=ascii)
+def test_classes_that_cannot_be_told_apart_or_written_are_refused(names, classifier, tmp_path, fails):
+    folder = shutil.copytree(classifier, tmp_path / "tuned")
+    record, config = (json.loads((folder / name).read_text()) for name in ("run_config.json", "config.json"))
+    record["learnt"]["classes"] = names
+    (folder / "run_config.json").write_text(json.dumps(record))
+    (folder / "config.json").write_text(json.dumps({**config, "id2label": dict(enumerate(names))}))
+    file = write_table(tmp_path / "rows.csv", rows_of(2, 0))
+    assert "learnt.classes has" in fails("predict", folder, file, f"--output={tmp_path / 'out.csv'}")
+
+
+def test_a_tag_of_words_without_pieces_is_one_of_the_tags():
+    record = record_of("token-classification")
+    learnt = {**record["learnt"], "default": "no such tag"}
+    with pytest.raises(UserError, match="learnt.default is no class"):
+        restored_task("m", {**record, "learnt": learnt}, PredictConfig(output="a.csv"))
 
 
 @pytest.mark.parametrize("task", COLUMNS)

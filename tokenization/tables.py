@@ -487,6 +487,11 @@ def _size_of(value):
     return size
 
 
+def whole_characters(text: str) -> str:
+    """A text of JSON with U+FFFD for each escape of half a character: what stands behind it begins where it did."""
+    return HALF_CHARACTER.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], text) if "\\u" in text else text
+
+
 def check_values(text: str) -> None:
     """
     Refuse a text of JSON with so many values that they would take more than `MOST_MEMORY`, before it is parsed.
@@ -535,9 +540,7 @@ def _json_rows(file):
     for number, line in enumerate(lines_of(file), 1):
         if line.isspace():
             continue
-        whole = (
-            HALF_CHARACTER.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], line) if "\\u" in line else line
-        )
+        whole = whole_characters(line)
         replaced += whole != line
         try:
             check_values(whole)

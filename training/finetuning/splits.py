@@ -155,8 +155,7 @@ def _json_rows(text) -> Iterator[tuple[str, dict]]:
 
 def _objects_in(text) -> Iterator[dict]:
     """The rows in a document of JSON."""
-    # A character in place of half a one: answers begin where they did.
-    content = json.loads(tables.HALF_CHARACTER.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], text))
+    content = json.loads(tables.whole_characters(text))
     for entry in content["data"] if isinstance(content, dict) else content:
         if not isinstance(entry, dict):
             raise TypeError(f"{entry!r:.50} is no object")
@@ -255,20 +254,21 @@ def _read_dataset(
             }
         )
         label = f"dataset {name}, split {used}"
+        kinds = {column: getattr(kind, "feature", kind) for column, kind in rows.features.items()}
         with explained(label, "", ValueError):
             held = memory.hold(_dataset_rows(rows, label))
+            class_names = {
+                column: [name_of(of_class, column) for of_class in kind.names]
+                for column, kind in kinds.items()
+                if hasattr(kind, "names")
+            }
         cells = [row for _, row in held]
-        kinds = {column: getattr(kind, "feature", kind) for column, kind in rows.features.items()}
         splits[split] = Split(
             label=label,
             name=f"{local_name(name)}, split {used}",
             rows=list(itertools.starmap(Row, held)),
             fingerprint=folders.short_hash(repr(cells)),
-            class_names={
-                column: [name_of(of_class, column) for of_class in kind.names]
-                for column, kind in kinds.items()
-                if hasattr(kind, "names")
-            },
+            class_names=class_names,
             is_dataset=True,
         )
     return splits
