@@ -124,6 +124,13 @@ def test_what_parquet_has_no_form_for_is_said_before_any_work(cell, encoders, tm
     assert "has empty objects" in line and not (tmp_path / "out.parquet").exists()
 
 
+def test_objects_with_names_of_their_own_make_no_parquet_file(encoders, tmp_path, fails):
+    rows = [{"text": "a", "x": {f"key {number}": 1}} for number in range(4097)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = fails("embed", encoders / "ours", tmp_path / "rows.jsonl", "--output", tmp_path / "out.parquet")
+    assert "more than 4,096 names in objects" in line
+
+
 VECTOR_CELLS = [[9 * 10**399], [0.5] * 23, [[0.5] * 24], [float("nan")] * 24, [10**39] * 24, "a", None, {"a": 1}]
 
 

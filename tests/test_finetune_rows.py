@@ -160,6 +160,20 @@ def test_each_of_several_label_columns_is_a_label_also_without_a_one(tmp_path):
     assert task.targets(splits["train"])[1].tolist() == [1, 1, 0]
 
 
+def test_several_labels_of_a_row_take_a_byte_each_and_are_bounded(tmp_path, tokenizer, monkeypatch):
+    rows = [{"text": f"t{n}", "label": [str(n), str(n % 3)]} for n in range(8)]
+    task, splits = load(write_table(tmp_path / "rows.jsonl", rows), "multilabel")
+    task.features(splits["train"], tokenizer, 32)
+    labels = [feature["labels"] for feature in splits["train"].features]
+    assert all(of_row.nbytes == 8 and of_row.base is labels[0].base for of_row in labels)
+    assert [np.flatnonzero(of_row).tolist() for of_row in labels] == [sorted({n, n % 3}) for n in range(8)]
+    monkeypatch.setattr(text_classification, "MOST_YES_AND_NO", 63)
+    with pytest.raises(
+        UserError, match="train_file rows.jsonl: 8 rows with a yes or no for each of 8 labels are more"
+    ):
+        task.features(splits["train"], tokenizer, 32)
+
+
 def test_labels_with_the_separator_are_read_back_from_the_table_of_predictions(tmp_path):
     rows = [{"text": "one", "label": ["a, b", "c"]}, {"text": "two", "label": ["c"]}]
     task, splits = load(write_table(tmp_path / "rows.jsonl", rows), "multilabel")

@@ -256,6 +256,25 @@ def test_rows_with_keys_of_their_own_make_no_table_of_empty_cells(tmp_path):
     assert json.loads(lines[7]) == {"text": "a", "key 7": 7, "prediction": "b"}
 
 
+def test_objects_with_names_of_their_own_make_no_parquet_file(tmp_path):
+    rows = [Row(f"line {n}", {"text": "a", "x": [{f"key {n}": {"a": n}}]}) for n in range(2050)]
+    split = Split(label="FILE rows.jsonl", name="rows.jsonl", rows=rows, fingerprint="")
+    with pytest.raises(UserError, match="more than 4,096 names in objects"):
+        output.check_table(tmp_path / "out.parquet", split)
+    output.check_table(tmp_path / "out.csv", split)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_numbers_that_json_has_no_form_for_are_null(kind, tmp_path):
+    odd = {"a": [1.5, float("nan")], "b": {"c": float("-inf")}}
+    split = Split(label="rows", name="rows", rows=[Row("line 1", odd)], fingerprint="")
+    output.write_table(tmp_path / f"out.{kind}", split, {})
+    (row,) = read_csv(tmp_path / "out.csv") if kind == "csv" else [json.loads((tmp_path / "out.jsonl").read_text())]
+    if kind == "csv":
+        row = {name: json.loads(cell) for name, cell in row.items()}
+    assert row == {"a": [1.5, None], "b": {"c": None}}
+
+
 FORMULAS = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "\r=1", " =1", "\uff1d1", "-"]
 CELLS = [*FORMULAS, "-5", "+3.5e-7", "-0,5", "-1.000,5", "-5 %", "a=b", ""]
 

@@ -125,7 +125,7 @@ def read_file(
             found = tables.table_rows(file, columns, separator)
         elif kind == "json" or is_conll:
             lines = [line for _, line in tables.Memory().hold(_numbered_lines(file, kind))]
-            with explained(f"{label}: cannot be read", way_out, *READ_ERRORS, TypeError, RecursionError):
+            with explained("cannot be read", way_out, *READ_ERRORS, TypeError, RecursionError):
                 found = list(_conll_rows(lines, label) if is_conll else _json_rows("\n".join(lines)))
         else:
             found = ((place, {text_column: line}) for place, line in _numbered_lines(file, kind) if line.strip())
@@ -178,6 +178,9 @@ def _conll_rows(lines, label) -> Iterator[tuple[str, dict]]:
         rows = (line.split("\t") for line in lines)
         fields_of_lines = (row[1:4:2] if row[0].isdigit() else ["#"] if row[0] else [] for row in rows)
     numbered = list(enumerate(fields_of_lines, 1))
+    for number, fields in numbered:
+        if fields and not fields[0]:
+            raise ValueError(f"line {number:,}: its word is empty; repair the line")
     words = [fields for _, fields in numbered if fields and fields[0][0] != "#"]
     count, tags = len(words[0]) if words else 0, {fields[-1] for fields in words}
     kept = [

@@ -221,6 +221,8 @@ def columns_of(cells: Sequence[dict], output: str, schema: pa.Schema | None) -> 
     Raises:
         UserError: they have no form in Parquet, or are other columns than before.
     """
+    with messages.explained(output, "give the rows the same names, or give --output FILE.npy", ValueError):
+        tables.check_names(cells)
     names = dict.fromkeys(name for row in [schema.names if schema else [], *cells] for name in row)
     columns = {name: [row.get(name) for row in cells] for name in names if name != VECTOR}
     with messages.explained(
