@@ -119,8 +119,19 @@ def test_a_card_that_is_a_pipe_is_not_waited_for(tmp_path):
     refused(tmp_path / "set", "no regular file")
 
 
+@pytest.mark.parametrize(
+    "card", ["a separator that is a regular expression", "a pattern that takes long to match", "classes with gaps"]
+)
+def test_the_card_of_a_dataset_on_the_hub_is_checked_too(card, datasets_here, monkeypatch):
+    files = {"README.md": WRONG_CARDS[card].encode(), "a.csv": b"text,label\nA,0\n"}
+    datasets_here.add_dataset("someone/wrong", files)
+    monkeypatch.setattr("datasets.load_dataset_builder", None)
+    refused("someone/wrong", "stars|has the option 'sep'|not numbered 0")
+
+
 def test_a_card_with_plain_options_is_followed(tmp_path):
     options = "data_files: [{split: train, path: 'data/*.csv'}]\n  sep: ';'\n  header: 0\n  keep_default_na: false"
+    options += "\n  language: {en: 1}"  # which no reader has
     card = CONFIGURATION.format(f"{options}\n  {CLASSES.format({'0': 'no', '1': 'yes'})}")
     write_files(tmp_path, {"set/data/a.csv": "text;label\nNA, or not;1\nB;0\n", "set/README.md": card})
     documents, splits = read_both(tmp_path / "set")

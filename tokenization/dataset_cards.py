@@ -1,4 +1,4 @@
-"""The card of a folder of data files, which may be a stranger's: checked before the library `datasets` follows it."""
+"""The card of a dataset, which may be a stranger's: checked before the library `datasets` follows it."""
 
 import os
 import re
@@ -16,8 +16,8 @@ LARGEST_CARD = 1 << 22
 # The time to match a name by a pattern grows with its length to the power of the stars in it.
 MOST_STARS = 4
 
-# What a configuration of a card may say beside `data_files`, `data_dir` and `features`. All else that it says would be
-# passed to a reader such as pandas' `read_csv`, whose options may be regular expressions, or sizes of the memory.
+# Options of the library's readers that a configuration of a card may set, beside `data_files`, `data_dir` and
+# `features`. Others that a reader has, such as pandas' `read_csv`, may be regular expressions, or sizes of the memory.
 ONE_CHARACTER = ("sep", "delimiter", "quotechar", "escapechar", "comment", "decimal", "thousands", "lineterminator")
 YES_OR_NO = (
     *("default", "keep_default_na", "na_filter", "skipinitialspace", "skip_blank_lines", "doublequote"),
@@ -28,44 +28,54 @@ NAMES = ("names", "column_names", "usecols", "columns")
 TEXTS = ("config_name", "description", "version", "field", "sample_by", "encoding", "encoding_errors", "on_bad_lines")
 
 
-def check_folder(folder: Path) -> None:
+def check_dataset(name: str) -> None:
     """
-    Refuse a folder of data files whose card would make the library leave the folder, or work without end.
+    Refuse a dataset whose card would make the library work without end; a folder, also if it would be left.
+
+    Args:
+        name: a folder of data files, or an id on the Hub, whose client itself keeps files in the repository.
 
     The library follows patterns of names and reads files as a card says before it tells what it has found.
 
     Raises:
-        ValueError: the card names an address, or a file or folder outside of this one; it sets an option of a reader
+        ValueError: the card names an address, or a file or folder outside of the folder; it sets an option of a reader
             that is not known to be harmless; it numbers classes with gaps; or it cannot be read.
         UserError: a link leads out of the folder to another folder.
     """
-    for place, names, _ in os.walk(folder):
-        for name in names:
-            refuse_link_outwards(Path(place, name), folder)
-    for card in _cards(folder):
+    is_folder = Path(name).is_dir()
+    if is_folder:
+        for place, names, _ in os.walk(name):
+            for below in names:
+                refuse_link_outwards(Path(place, below), Path(name))
+    for card in _cards(name):
         if not isinstance(card, dict):
             continue
         configurations = card.get("configs") or []
         for configuration in configurations if isinstance(configurations, list) else [configurations]:
-            _check_configuration(configuration)
+            _check_configuration(configuration, is_folder)
         _check_classes(card.get("dataset_info"))
 
 
-def _cards(folder):
-    """The metadata of the card, which may be in two files of a folder."""
+def _cards(name):
+    """The metadata of the card of a dataset, which may be in two files."""
     from datasets import config
-    from huggingface_hub import DatasetCard
+    from huggingface_hub import DatasetCard, hf_hub_download
 
-    for name in (config.REPOCARD_FILENAME, config.REPOYAML_FILENAME):
-        file = folder / name
+    for of_card in (config.REPOCARD_FILENAME, config.REPOYAML_FILENAME):
+        file = Path(name, of_card)
+        if not Path(name).is_dir():
+            try:
+                file = Path(hf_hub_download(name, of_card, repo_type="dataset"))
+            except Exception:  # there is none, or no such dataset, or no network, as the library then says
+                continue
         if not file.exists():
             continue
         if not file.is_file():
-            raise ValueError(f"{name} is no regular file")
+            raise ValueError(f"{of_card} is no regular file")
         if file.stat().st_size > LARGEST_CARD:
-            raise ValueError(f"{name} has more than {LARGEST_CARD:,} bytes")
+            raise ValueError(f"{of_card} has more than {LARGEST_CARD:,} bytes")
         content = file.read_text(encoding="utf-8-sig")
-        if name == config.REPOCARD_FILENAME:
+        if of_card == config.REPOCARD_FILENAME:
             check_card(content)
             yield DatasetCard(content, ignore_metadata_errors=True).data.to_dict()
         else:
@@ -73,26 +83,34 @@ def _cards(folder):
             yield yaml.safe_load(content)
 
 
-def _check_configuration(configuration):
+def _check_configuration(configuration, is_of_folder):
     """Refuse what a configuration of a card must not say."""
     if not isinstance(configuration, dict):
         raise ValueError(f"its card has the configuration {configuration!r:.100}, which is no object")
     for option, value in configuration.items():
         if option in ("data_files", "data_dir"):
-            _check_paths(value)
+            _check_paths(value, is_of_folder)
         elif option == "features":
             _check_classes(value)
-        elif not _is_harmless(option, value):
+        elif not _is_harmless(option, value) and _is_of_a_reader(option):
             raise ValueError(
                 f"its card has the option {option!r:.50} with {value!r:.50}, which is not passed on to the reader of "
                 f"its files; take it out (a separator has one character)"
             )
 
 
+def _is_of_a_reader(option):
+    """Whether a reader of the library has an option of this name; the library leaves out others."""
+    from datasets import load, packaged_modules
+
+    readers = [load.import_main_class(module) for module, _ in packaged_modules._PACKAGED_DATASETS_MODULES.values()]
+    return any(hasattr(reader.BUILDER_CONFIG_CLASS, str(option)) for reader in readers)
+
+
 def _is_harmless(option, value):
     """Whether an option of a reader is known, and has a plain value that it may have."""
     if option in ONE_CHARACTER:
-        return isinstance(value, str) and len(value) == 1
+        return isinstance(value, str) and (len(value) == 1 or value == r"\t")
     if option in YES_OR_NO:
         return isinstance(value, bool)
     if option in WHOLE_NUMBERS:
@@ -106,8 +124,8 @@ def _is_harmless(option, value):
     return option in TEXTS and isinstance(value, str | int | float)
 
 
-def _check_paths(value):
-    """Refuse a path, in a text, a list or a dict, that may lead out of the folder, or that has many stars."""
+def _check_paths(value, is_of_folder):
+    """Refuse a path, in a text, a list or a dict, that has many stars, or that may lead out of a folder."""
     waiting = [value]
     while waiting:
         part = waiting.pop()
@@ -116,7 +134,8 @@ def _check_paths(value):
         elif isinstance(part, list):
             waiting.extend(part)
         elif isinstance(part, str):
-            if part.startswith("/") or ".." in PurePosixPath(part).parts or re.search(r"[:\\\0]", part):
+            leads_out = part.startswith("/") or ".." in PurePosixPath(part).parts or re.search(r"[:\\\0]", part)
+            if is_of_folder and leads_out:
                 raise ValueError(f"its card names {part:.200}, which is not in the folder")
             if len(re.findall(r"\*+", part)) > MOST_STARS:
                 raise ValueError(f"its card names {part:.200}, a pattern of more than {MOST_STARS} stars")

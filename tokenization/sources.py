@@ -491,8 +491,7 @@ def dataset_builder(name: str, config: str | None, **options):
 
     if name in packaged_modules._PACKAGED_DATASETS_MODULES:
         raise ValueError(f"{name!r} is a format of files, and no dataset; a folder of this name is ./{name}")
-    if Path(name).is_dir():
-        dataset_cards.check_folder(Path(name))
+    dataset_cards.check_dataset(name)
     builder = datasets.load_dataset_builder(name, config, **options)
     cache = Path(builder.cache_dir)
     if os.name != "nt" and not is_own(cache):
