@@ -278,7 +278,12 @@ WRONG = {
     "more choices than a batch can have": (
         "multiple-choice",
         {"train.jsonl": lines(chosen(choices=["a"] * 101))},
-        ["line 1: column 'choices' has 101 choices, and 100 at most are read"],
+        ["line 1: 101 choices in column 'choices', and 100 at most are read"],
+    ),
+    "more columns of choices than a batch can have": (
+        "multiple-choice",
+        {"train.jsonl": lines({"context": "a", "label": 0} | {f"ending{number}": "b" for number in range(101)})},
+        ["line 1: 101 choices in column 'ending0' and others, and 100 at most are read"],
     ),
     "an empty choice": (
         "multiple-choice",

@@ -68,11 +68,13 @@ class MultipleChoice(tasks.Task):
                     f"{places[0]} holds {type(choices).__name__}, not a list of choices; give JSONL or Parquet with "
                     f"lists, or name a column for each choice with --choices_column"
                 )
-            if len(choices) > MOST_CHOICES:
-                raise ValueError(
-                    f"{places[0]} has {len(choices):,} choices, and {MOST_CHOICES} at most are read; give fewer"
-                )
             places = [f"choice {number} (from 0) of column {columns[0]!r:.100}" for number in range(len(choices))]
+        if len(choices) > MOST_CHOICES:
+            others = " and others" if len(columns) > 1 else ""
+            raise ValueError(
+                f"{len(choices):,} choices in column {columns[0]!r:.100}{others}, and {MOST_CHOICES} at most are read; "
+                f"give fewer"
+            )
         texts = (*self.texts(cells), *map(tasks.check_text, choices, places))
         if not tasks.is_filled(cells.get(self.label)):
             return row._replace(texts=texts)

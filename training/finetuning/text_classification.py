@@ -17,7 +17,7 @@ LARGEST_NUMBER = float(np.finfo(np.float32).max)
 
 # The most yes and no of the labels of a split, a row and a label each: a file of a megabyte may have 50,000 rows with
 # as many labels. A model's outputs for them take four bytes each.
-MOST_YES_AND_NO = 1 << 29
+MOST_YES_AND_NO = 1 << 28
 
 # Numbers to learn are refused if their standard deviation is less than this many times the distance of neighbouring
 # float32 numbers at their mean. The finished model adds the mean in float32, which would round their differences away.
