@@ -72,8 +72,8 @@ class MultipleChoice(tasks.Task):
         if len(choices) > MOST_CHOICES:
             others = " and others" if len(columns) > 1 else ""
             raise ValueError(
-                f"{len(choices):,} choices in column {columns[0]!r:.100}{others}, and {MOST_CHOICES} at most are read; "
-                f"give fewer"
+                f"{len(choices):,} choices in column {columns[0]!r:.100}{others}, and {MOST_CHOICES} at most are "
+                f"read; give fewer"
             )
         texts = (*self.texts(cells), *map(tasks.check_text, choices, places))
         if not tasks.is_filled(cells.get(self.label)):
