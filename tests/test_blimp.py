@@ -131,6 +131,14 @@ def test_minicons_gives_the_same_scores(models, pairs):
             np.testing.assert_allclose(scores_of(model, sentences, score), expected, atol=1e-3)
 
 
+def test_a_paradigm_under_two_phenomena_is_refused(trained, tmp_path, fails):
+    row = {"sentence_good": "Anna walked.", "sentence_bad": "Anna walk.", "UID": "own"}
+    rows = [{**row, "linguistics_term": term} for term in ("agreement", "binding")]
+    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    line = fails("evaluate", trained, f"--blimp={tmp_path}")
+    assert "line 2: 'own' belongs to 'binding' here, and to 'agreement' before" in line
+
+
 def test_only_pairs_of_its_paradigms_are_blimp(trained, tmp_path, capsys):
     """67 paradigms under 13 phenomena, as in the released models' figures; of each there are 1,000 pairs."""
     assert len(PHENOMENON_OF) == 67

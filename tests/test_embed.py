@@ -1,5 +1,6 @@
 """`d2l-bert embed` and `attention`: vectors of lines and of words, their files, the nearest lines, the picture."""
 
+import json
 import random
 import re
 
@@ -113,6 +114,32 @@ def test_a_parquet_file_keeps_the_columns_of_a_table(encoders, tmp_path, fails, 
     for more in ('"x": "one"', '"x": 18446744073709551616', '"x": 1.5', '"x": 2, "y": 3'):
         (tmp_path / "mixed.jsonl").write_text(f'{{"text": "a", "x": 1}}\n{{"text": "b", {more}}}\n')
         assert "a column holds values of several kinds, or begins after the first rows" in fails(*words)
+
+
+@pytest.mark.parametrize("cell", [{}, [{}], [{"a": {}}]], ids=str)
+def test_what_parquet_has_no_form_for_is_said_before_any_work(cell, encoders, tmp_path, fails, monkeypatch):
+    monkeypatch.setattr(module, "vectors_of", lambda texts, *_: pytest.fail("computed") if texts else None)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a", "meta": cell}) + "\n")
+    line = fails("embed", encoders / "ours", tmp_path / "rows.jsonl", "--output", tmp_path / "out.parquet")
+    assert "has empty objects" in line and not (tmp_path / "out.parquet").exists()
+
+
+def test_objects_with_names_of_their_own_make_no_parquet_file(encoders, tmp_path, fails):
+    rows = [{"text": "a", "x": {f"key {number}": 1}} for number in range(4097)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = fails("embed", encoders / "ours", tmp_path / "rows.jsonl", "--output", tmp_path / "out.parquet")
+    assert "more than 4,096 names in objects" in line
+
+
+VECTOR_CELLS = [[9 * 10**399], [0.5] * 23, [[0.5] * 24], [float("nan")] * 24, [10**39] * 24, "a", None, {"a": 1}]
+
+
+@pytest.mark.parametrize("cell", VECTOR_CELLS, ids=lambda cell: str(cell)[:20])
+def test_a_row_with_no_vector_of_this_model_is_named(cell, encoders, tmp_path, fails):
+    rows = [{"text": "a", "vector": [0.5] * 24}, {"text": "b", "vector": cell}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = fails("embed", encoders / "ours", tmp_path / "rows.jsonl", "--nearest", "the crane")
+    assert "row 2: column 'vector' holds no vectors of 24 finite numbers" in line
 
 
 def nearest_shown(said):

@@ -198,6 +198,11 @@ WRONG = {
         ["train_file train.jsonl", "train_file train.jsonl"],
     ),
     "a word for a number": ("regression", {"train": "text,label\na,1\nb,yes\n"}, ["line 3", "'yes', not a finite"]),
+    "a number as Python writes it": (
+        "regression",
+        {"train": "text,label\na,1\nb,1_05\n"},
+        ["line 3", "'1_05', not a finite number"],
+    ),
     "no number": ("regression", {"train": "text,label\na,1\nb,\n"}, ["line 3: column 'label' is empty"]),
     "a number that is always the same": ("regression", {"train": "text,label\na,1\nb,1\n"}, ["differ by 0 around 1"]),
     "NaN in the test rows": (

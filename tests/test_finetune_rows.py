@@ -12,6 +12,7 @@ from sklearn.dummy import DummyClassifier, DummyRegressor
 from text_sources import write_table
 from transformers import AutoTokenizer
 
+from d2l_bert.messages import UserError
 from d2l_bert.training.finetuning import metrics, output, text_classification
 
 
@@ -118,6 +119,33 @@ def test_minus_one_is_a_class_unless_it_says_that_there_is_no_label(tmp_path):
     assert labels_of(splits["train"]) == ["no", "yes", "yes"]
 
 
+def classes_in(folder, names, numbers):
+    """What is read of a saved dataset whose classes have these names."""
+    kinds = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
+    options = {"dataset": saved(folder, kinds, train=labelled(*numbers))}
+    task, splits = load(None, "text-classification", **options)
+    return task.classes, labels_of(splits["train"])
+
+
+@pytest.mark.parametrize("names", [["\u00fc", "u\u0308", "b"], ["\u00fc", "\u00fc ", "b"]])
+def test_classes_of_a_dataset_that_are_equal_when_read_are_one_class(names, tmp_path):
+    assert classes_in(tmp_path / "set", names, [0, 1, 2, 0]) == (["\u00fc", "b"], ["\u00fc", "\u00fc", "b", "\u00fc"])
+    with pytest.raises(UserError, match="every row has the label"):
+        classes_in(tmp_path / "two", names[:2], [0, 1, 0, 1])
+
+
+@pytest.mark.parametrize("name", ["pos\ud800", " "])
+def test_a_class_whose_name_cannot_be_written_is_refused(name, tmp_path):
+    with pytest.raises(UserError, match="set, split train: column 'label' (has the label|holds)"):
+        classes_in(tmp_path / "set", ["no", name], [0, 1, 0, 1])
+
+
+def test_half_characters_in_cells_of_json_are_replaced(tmp_path):
+    rows = [{"tokens": '["a\\ud800", "b"]', "tags": '["x\\udc00", "y"]'}]
+    task, splits = load(write_table(tmp_path / "rows.csv", rows), "token-classification")
+    assert read(splits["train"]) == [(("a\ufffd", "b"), ["x\ufffd", "y"])] and task.classes == ["x\ufffd", "y"]
+
+
 def test_words_that_pandas_reads_as_empty_are_classes_in_a_folder_of_csv(tmp_path):
     write_table(tmp_path / "train.csv", labelled("None", "NA", "null", "yes", "None"))
     task, splits = load(None, "text-classification", dataset=str(tmp_path))
@@ -130,6 +158,20 @@ def test_each_of_several_label_columns_is_a_label_also_without_a_one(tmp_path):
     task, splits = load(write_table(tmp_path / "rows.csv", rows), "multilabel", **options)
     assert task.settings["id2label"] == {0: "toxic", 1: "insult", 2: "threat"} and splits["test"].is_labelled
     assert task.targets(splits["train"])[1].tolist() == [1, 1, 0]
+
+
+def test_several_labels_of_a_row_take_a_byte_each_and_are_bounded(tmp_path, tokenizer, monkeypatch):
+    rows = [{"text": f"t{n}", "label": [str(n), str(n % 3)]} for n in range(8)]
+    task, splits = load(write_table(tmp_path / "rows.jsonl", rows), "multilabel")
+    task.features(splits["train"], tokenizer, 32)
+    labels = [feature["labels"] for feature in splits["train"].features]
+    assert all(of_row.nbytes == 8 and of_row.base is labels[0].base for of_row in labels)
+    assert [np.flatnonzero(of_row).tolist() for of_row in labels] == [sorted({n, n % 3}) for n in range(8)]
+    monkeypatch.setattr(text_classification, "MOST_YES_AND_NO", 63)
+    with pytest.raises(
+        UserError, match="train_file rows.jsonl: 8 rows with a yes or no for each of 8 labels are more"
+    ):
+        task.features(splits["train"], tokenizer, 32)
 
 
 def test_labels_with_the_separator_are_read_back_from_the_table_of_predictions(tmp_path):

@@ -229,6 +229,12 @@ def test_two_texts_are_answered_in_the_labels_of_what_the_model_was_trained_to_t
     assert shares[0] == shares[1]
 
 
+def test_two_labels_of_one_name_are_refused(trained, tmp_path, fails):
+    folder = shutil.copytree(trained, tmp_path / "m", ignore=shutil.ignore_patterns("checkpoint-*"))
+    write_json(folder / "config.json", {**read_record(folder / "config.json"), "id2label": {"0": "A", "1": "A"}})
+    assert "id2label has 'A' twice" in fails("next-sentence", folder, "Anna walked home.", "Hugo came.")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # `longest_input`: a model runs on an input of that many tokens, and fails on one with a token more
 

@@ -70,6 +70,74 @@ def test_a_card_that_names_an_address_is_refused_before_it_is_asked(card, tmp_pa
     refused(tmp_path / "set", "names http|names zip")
 
 
+CONFIGURATION = "---\nconfigs:\n- config_name: default\n  {}\n---\n"
+CLASSES = "features:\n  - {{name: text, dtype: string}}\n  - {{name: label, dtype: {{class_label: {{names: {}}}}}}}"
+WRONG_CARDS = {
+    "a pattern from the root": CONFIGURATION.format("data_files: '/**/*.csv'"),
+    "a pattern of folders above": CONFIGURATION.format("data_files: ['a.csv', '../../../../**/*.csv']"),
+    "patterns by their splits": CONFIGURATION.format("data_files: [{split: train, path: ['a.csv', '/**/*.csv']}]"),
+    "patterns in a dict": CONFIGURATION.format("data_files: {train: '/**/*.csv'}"),
+    "a pattern that is no relative path": CONFIGURATION.format("data_files: 'x:**/*.csv'"),
+    "a pattern that takes long to match": CONFIGURATION.format("data_files: '*a*a*a*a*a*a*a*b.csv'"),
+    "the root as the folder": CONFIGURATION.format("data_dir: '/'"),
+    "the folder above": CONFIGURATION.format("data_dir: sub/../.."),
+    "a second configuration": CONFIGURATION.format("data_files: a.csv\n- config_name: more\n  data_dir: /"),
+    "configurations in a dict": "---\nconfigs:\n  config_name: default\n  data_dir: /\n---\n",
+    "a separator that is a regular expression": CONFIGURATION.format("sep: '(\\w+ ?)+$'"),
+    "a reader": CONFIGURATION.format("engine: python"),
+    "a guessed separator": CONFIGURATION.format("delimiter: null"),
+    "a slow encoding": CONFIGURATION.format("encoding: punycode"),
+    "an option without a plain value": CONFIGURATION.format("skiprows: {a: 1}"),
+    "classes with gaps": f"---\ndataset_info:\n  {CLASSES.format({'0': 'a', '300000000': 'b'})}\n---\n",
+    "classes of a configuration": CONFIGURATION.format(CLASSES.format({"0": "a", "300000000": "b"})),
+    "classes in a list": f"---\ndataset_info:\n- config_name: default\n  {CLASSES.format({0: 'a', 2: 'b'})}\n---\n",
+}
+
+
+@pytest.mark.parametrize("card", WRONG_CARDS)
+def test_a_card_is_checked_before_the_library_follows_it(card, tmp_path, monkeypatch):
+    write_files(tmp_path, {"set/a.csv": "text,label\nA,0\n", "set/README.md": WRONG_CARDS[card]})
+
+    def build(*_, **__):
+        raise AssertionError("the library builds it")
+
+    monkeypatch.setattr("datasets.load_dataset_builder", build)
+    options = "sep|engine|delimiter|encoding|skiprows"
+    refused(tmp_path / "set", f"not in the folder|stars|has the option '({options})'|not numbered 0")
+
+
+def test_a_link_to_a_folder_elsewhere_is_not_walked_through(tmp_path, monkeypatch):
+    write_files(tmp_path, {"set/a.csv": "text\nA\n", "other/b.csv": "text\nB\n"})
+    (tmp_path / "set" / "train").symlink_to("../other")
+    monkeypatch.setattr("datasets.load_dataset_builder", None)
+    refused(tmp_path / "set", "is a link that leads out of")
+
+
+def test_a_card_that_is_a_pipe_is_not_waited_for(tmp_path):
+    write_files(tmp_path, {"set/a.csv": "text\nA\n"})
+    os.mkfifo(tmp_path / "set" / ".huggingface.yaml")
+    refused(tmp_path / "set", "no regular file")
+
+
+@pytest.mark.parametrize(
+    "card", ["a separator that is a regular expression", "a pattern that takes long to match", "classes with gaps"]
+)
+def test_the_card_of_a_dataset_on_the_hub_is_checked_too(card, datasets_here, monkeypatch):
+    files = {"README.md": WRONG_CARDS[card].encode(), "a.csv": b"text,label\nA,0\n"}
+    datasets_here.add_dataset("someone/wrong", files)
+    monkeypatch.setattr("datasets.load_dataset_builder", None)
+    refused("someone/wrong", "stars|has the option 'sep'|not numbered 0")
+
+
+def test_a_card_with_plain_options_is_followed(tmp_path):
+    options = "data_files: [{split: train, path: 'data/*.csv'}]\n  sep: ';'\n  header: 0\n  keep_default_na: false"
+    options += "\n  language: {en: 1}"  # which no reader has
+    card = CONFIGURATION.format(f"{options}\n  {CLASSES.format({'0': 'no', '1': 'yes'})}")
+    write_files(tmp_path, {"set/data/a.csv": "text;label\nNA, or not;1\nB;0\n", "set/README.md": card})
+    documents, splits = read_both(tmp_path / "set")
+    assert documents == [["NA, or not"], ["B"]] and splits["train"].class_names == {"label": ["no", "yes"]}
+
+
 BOMB = "a0: &a0 {x: y}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 9))
 
 

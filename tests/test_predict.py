@@ -167,7 +167,7 @@ COLUMNS = {
     "question-answering": {"question_column": ["q"], "context_column": ["c"], "label_column": ["answers"]},
     "multiple-choice": {"context_column": ["c"], "choices_column": ["choices"], "label_column": ["label"]},
 }
-LEARNT = {"classes": ["a", "b"], "mean": 0.5, "deviation": 2.0, "default": "O", "scheme": "BIO"}
+LEARNT = {"classes": ["a", "b"], "mean": 0.5, "deviation": 2.0, "default": "a", "scheme": "BIO"}
 LEARNT |= {"has_unanswerable": False, "count": 2, "begin": 0}
 
 
@@ -254,6 +254,25 @@ def test_rows_with_keys_of_their_own_make_no_table_of_empty_cells(tmp_path):
     output.write_table(tmp_path / "out.jsonl", split, {"prediction": ["b"] * 4000})
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     assert json.loads(lines[7]) == {"text": "a", "key 7": 7, "prediction": "b"}
+
+
+def test_objects_with_names_of_their_own_make_no_parquet_file(tmp_path):
+    rows = [Row(f"line {n}", {"text": "a", "x": [{f"key {n}": {"a": n}}]}) for n in range(2050)]
+    split = Split(label="FILE rows.jsonl", name="rows.jsonl", rows=rows, fingerprint="")
+    with pytest.raises(UserError, match="more than 4,096 names in objects"):
+        output.check_table(tmp_path / "out.parquet", split)
+    output.check_table(tmp_path / "out.csv", split)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_numbers_that_json_has_no_form_for_are_null(kind, tmp_path):
+    odd = {"a": [1.5, float("nan")], "b": {"c": float("-inf")}}
+    split = Split(label="rows", name="rows", rows=[Row("line 1", odd)], fingerprint="")
+    output.write_table(tmp_path / f"out.{kind}", split, {})
+    (row,) = read_csv(tmp_path / "out.csv") if kind == "csv" else [json.loads((tmp_path / "out.jsonl").read_text())]
+    if kind == "csv":
+        row = {name: json.loads(cell) for name, cell in row.items()}
+    assert row == {"a": [1.5, None], "b": {"c": None}}
 
 
 FORMULAS = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "\r=1", " =1", "\uff1d1", "-"]
@@ -367,6 +386,24 @@ def test_a_record_that_is_not_of_this_model_is_refused_in_one_line(change, class
     file = write_table(tmp_path / "rows.csv", rows_of(2, 0))
     assert "run_config.json" in fails("predict", folder, file, f"--output={tmp_path / 'out.csv'}")
     assert not (tmp_path / "out.csv").exists()
+
+
+@pytest.mark.parametrize("names", [["same", "same"], ["one\ud800", "two"]], ids=ascii)
+def test_classes_that_cannot_be_told_apart_or_written_are_refused(names, classifier, tmp_path, fails):
+    folder = shutil.copytree(classifier, tmp_path / "tuned")
+    record, config = (json.loads((folder / name).read_text()) for name in ("run_config.json", "config.json"))
+    record["learnt"]["classes"] = names
+    (folder / "run_config.json").write_text(json.dumps(record))
+    (folder / "config.json").write_text(json.dumps({**config, "id2label": dict(enumerate(names))}))
+    file = write_table(tmp_path / "rows.csv", rows_of(2, 0))
+    assert "learnt.classes has" in fails("predict", folder, file, f"--output={tmp_path / 'out.csv'}")
+
+
+def test_a_tag_of_words_without_pieces_is_one_of_the_tags():
+    record = record_of("token-classification")
+    learnt = {**record["learnt"], "default": "no such tag"}
+    with pytest.raises(UserError, match="learnt.default is no class"):
+        restored_task("m", {**record, "learnt": learnt}, PredictConfig(output="a.csv"))
 
 
 @pytest.mark.parametrize("task", COLUMNS)

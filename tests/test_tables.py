@@ -205,6 +205,11 @@ LINES = {  # the lines of a file, the one that is named, and what else is said
     "two objects": ('{"text": "a"} {"text": "b"}\n', 1, ""),
     "a comma too many": ('{"text": "a",}\n', 1, ""),
     "nested without end": ('{"text": "a"}\n' + "[" * 100_000, 2, ""),
+    "nested deeply": (
+        '{"text": "a"}\n{"text": "b", "x": ' + '{"a": [' * 21 + "1" + "]}" * 21 + "}\n",
+        2,
+        "more than 40",
+    ),
     "another encoding": ('{"text": "a"}\n' * 9999 + '{"text": "caf\udce9"}\n', 10_000, "iconv -f CP1252"),
     "half a character in UTF-8": ('{"text": "a"}\n{"text": "\udced\udca0\udc80"}\n', 2, ""),
     "NUL": ('{"text": "a"}\n{"text": "\0"}\n', 2, "NUL"),
@@ -218,6 +223,18 @@ def test_a_line_that_is_no_row_is_named_by_every_reader(case, reader, tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(content.encode("utf-8", "surrogateescape"))
     with pytest.raises(UserError, match=f"rows.jsonl: line {line:,}: .*{words}"):
         READERS[reader](tmp_path / "rows.jsonl")
+
+
+def test_a_cell_may_be_nested_as_deep_as_parquet_can_be_read(tmp_path):
+    for depth, is_read in ((40, True), (41, False)):
+        cell = json.loads("[" * depth + "1" + "]" * depth)
+        (tmp_path / "rows.json").write_text(json.dumps([{"text": "a", "x": cell}]))
+        if is_read:
+            pq.write_table(pa.table({"x": [cell]}), tmp_path / "rows.parquet")
+            assert columns_of(tmp_path / "rows.json")["x"] == columns_of(tmp_path / "rows.parquet")["x"] == [cell]
+        else:
+            with pytest.raises(UserError, match="rows.json: cannot be read .row 1: a cell has more than 40 lists"):
+                read_file(str(tmp_path / "rows.json"), "")
 
 
 def test_half_a_character_is_replaced_and_counted(tmp_path, caplog):

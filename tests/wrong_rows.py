@@ -102,6 +102,11 @@ WRONG = {
         {"train.conll": "Ada NNP B-PER\nleft O\n"},
         ["train_file train.conll"],
     ),
+    "an empty word of CoNLL-U": (
+        "token-classification",
+        {"train.conllu": "1\tAda\t_\tPROPN" + "\t_" * 6 + "\n2\t\t_\tVERB" + "\t_" * 6 + "\n"},
+        ["error: train_file train.conllu: cannot be read (line 2: its word is empty; repair the line)"],
+    ),
     "an empty CoNLL file": ("token-classification", {"train.conll": "\n\n"}, ["train_file train.conll: has no rows"]),
     "CoNLL in another encoding": (
         "token-classification",
@@ -113,6 +118,21 @@ WRONG = {
         "question-answering",
         {"train.jsonl": ANSWERS + lines(asked(start=[1]))},
         ["train.jsonl, line 3: the answer 'Ada' is not at character 1 of its context (it begins at 0); correct"],
+    ),
+    "an answer at no whole place": (
+        "question-answering",
+        {"train.jsonl": ANSWERS + lines(asked(start=[0.9]))},
+        ["train.jsonl, line 3: column 'answers' has no answers in SQuAD's form (answer_start is 0.9"],
+    ),
+    "yes as the place of an answer": (
+        "question-answering",
+        {"train.jsonl": ANSWERS + lines(asked(context="sAda", start=[True]))},
+        ["line 3: column 'answers' has no answers in SQuAD's form (answer_start is True"],
+    ),
+    "digits as the places of letters": (
+        "question-answering",
+        {"train.jsonl": ANSWERS + lines({**asked(), "answers": {"text": "Ada", "answer_start": "012"}})},
+        ["line 3: column 'answers' has no answers in SQuAD's form (text and answer_start are no lists"],
     ),
     "an answer that is nowhere": (
         "question-answering",
@@ -249,6 +269,21 @@ WRONG = {
         "multiple-choice",
         {"train.jsonl": CHOICES + lines(chosen(label=None))},
         ["line 3: column 'label' is empty"],
+    ),
+    "two choices of one label": (
+        "multiple-choice",
+        {"train.jsonl": CHOICES + lines(chosen() | {"choices": {"text": ["a", "b"], "label": ["A", "A"]}})},
+        ["line 3: column 'choices' has the same label for two choices"],
+    ),
+    "more choices than a batch can have": (
+        "multiple-choice",
+        {"train.jsonl": lines(chosen(choices=["a"] * 101))},
+        ["line 1: 101 choices in column 'choices', and 100 at most are read"],
+    ),
+    "more columns of choices than a batch can have": (
+        "multiple-choice",
+        {"train.jsonl": lines({"context": "a", "label": 0} | {f"ending{number}": "b" for number in range(101)})},
+        ["line 1: 101 choices in column 'ending0' and others, and 100 at most are read"],
     ),
     "an empty choice": (
         "multiple-choice",

@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import BinaryIO, TypedDict
 
 import pyarrow as pa
-import yaml
 
 from d2l_bert.folders import base_name, cache_folder, content_hash, is_own, write_once
-from d2l_bert.hub_metadata import check_card, check_yaml
 from d2l_bert.messages import UserError, counted, explained, shortened, standard_input
 from d2l_bert.records import inside, read_record, refuse_link_outwards
-from d2l_bert.tokenization import tables
+from d2l_bert.tokenization import dataset_cards, tables
 from d2l_bert.tokenization.division import divided, find_division, grouped
 from d2l_bert.tokenization.python_docs import python_docs, required_distributions
 from d2l_bert.tokenization.rules import DELETED
@@ -38,9 +36,6 @@ READ_SUFFIXES = (".txt", ".md", ".log", *tables.TABLE_SUFFIXES)
 # How lines divide a text file or rows is found from the first lines or rows with this many characters. A paragraph of
 # several lines that is longer is cut between them, so a file may be larger than the memory.
 READ_CHARACTERS = 1 << 20
-
-# Bytes; cards of data sets with hundreds of configurations have some 100,000.
-LARGEST_CARD = 1 << 22
 
 # With `--documents file`, this many rows of a table or a dataset make one document.
 BLOCK_ROWS = 64
@@ -496,8 +491,7 @@ def dataset_builder(name: str, config: str | None, **options):
 
     if name in packaged_modules._PACKAGED_DATASETS_MODULES:
         raise ValueError(f"{name!r} is a format of files, and no dataset; a folder of this name is ./{name}")
-    if Path(name).is_dir():
-        _refuse_addresses(Path(name))
+    dataset_cards.check_dataset(name)
     builder = datasets.load_dataset_builder(name, config, **options)
     cache = Path(builder.cache_dir)
     if os.name != "nt" and not is_own(cache):
@@ -522,41 +516,6 @@ def dataset_builder(name: str, config: str | None, **options):
             if path.suffix == ".arrow" or builder.name == "arrow":
                 _validate_arrow(path)
     return builder
-
-
-def _refuse_addresses(folder):
-    """
-    Refuse a folder whose card names an address, which the library would ask before it says what it has found.
-
-    Raises:
-        ValueError: it does, or the card cannot be read.
-    """
-    from datasets import config
-    from huggingface_hub import DatasetCard
-
-    cards = []
-    for name in (config.REPOCARD_FILENAME, config.REPOYAML_FILENAME):
-        file = folder / name
-        if not file.is_file():
-            continue
-        if file.stat().st_size > LARGEST_CARD:
-            raise ValueError(f"{name} has more than {LARGEST_CARD:,} bytes")
-        content = file.read_text(encoding="utf-8-sig")
-        if name == config.REPOCARD_FILENAME:
-            check_card(content)
-            cards.append(DatasetCard(content, ignore_metadata_errors=True).data.to_dict())
-        else:
-            check_yaml(content)
-            cards.append(yaml.safe_load(content))
-    waiting = [card.get("configs") for card in cards if isinstance(card, dict)]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, dict):
-            waiting.extend(part.values())
-        elif isinstance(part, list):
-            waiting.extend(part)
-        elif isinstance(part, str) and ("://" in part or "::" in part):
-            raise ValueError(f"its card names {part:.200}, which is not in the folder")
 
 
 def _open_dataset(name, config, split, streaming):

@@ -5,6 +5,7 @@ import contextlib
 import csv
 import functools
 import io
+import itertools
 import json
 import logging
 import os
@@ -86,8 +87,13 @@ LONGEST_LINE_PIECE = 1 << 22
 SPACE_WITHIN = 1000
 
 # The most columns of rows that name their own, as lines of JSON do. Each row is written with all columns, so that a
-# small file of rows with a column each would become a very large one.
+# small file of rows with a column each would become a very large one. The same holds in Parquet for names in cells.
 MOST_COLUMNS = 4096
+
+# The most lists and objects that are in each other in a cell. 950 take PyArrow 3 GB, and of more than 100 levels, two
+# for a list, it reads no Parquet file.
+MOST_DEPTH = 40
+
 OBJECT_LINE = re.compile(rb'\s*\{\s*"[^"]*"\s*:(.*\}\s*|.{1000000,})')  # a long one may be cut off
 # An escape; the group is half a surrogate pair, which no encoding has. What else begins with a backslash is skipped.
 HALF_CHARACTER = re.compile(r"\\[^u]|\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F]..)")
@@ -487,6 +493,11 @@ def _size_of(value):
     return size
 
 
+def whole_characters(text: str) -> str:
+    """A text of JSON with U+FFFD for each escape of half a character: what stands behind it begins where it did."""
+    return HALF_CHARACTER.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], text) if "\\u" in text else text
+
+
 def check_values(text: str) -> None:
     """
     Refuse a text of JSON with so many values that they would take more than `MOST_MEMORY`, before it is parsed.
@@ -501,9 +512,16 @@ def check_values(text: str) -> None:
 
 
 def few_columns(rows: Iterable[tuple[str, dict]]) -> Iterator[tuple[str, dict]]:
-    """The rows, given with their places. Raises `ValueError` once they have more than `MOST_COLUMNS` columns."""
+    """
+    The rows of JSON, given with their places.
+
+    Raises:
+        ValueError: one has a cell of more than `MOST_DEPTH` lists and objects in each other, or the rows up to it have
+            more than `MOST_COLUMNS` columns.
+    """
     seen = set()
     for place, row in rows:
+        _check_depth(row, place)
         if not row.keys() <= seen:
             seen |= row.keys()
             if len(seen) > MOST_COLUMNS:
@@ -512,6 +530,39 @@ def few_columns(rows: Iterable[tuple[str, dict]]) -> Iterator[tuple[str, dict]]:
                     f"the same ones"
                 )
         yield place, row
+
+
+def _check_depth(row, place):
+    """Refuse a row with too many lists and objects in each other in a cell."""
+    level = [row]  # all lists and objects of a depth
+    for _ in range(MOST_DEPTH + 1):
+        values = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [value for value in itertools.chain(*values) if isinstance(value, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"{place}: a cell has more than {MOST_DEPTH} lists or objects in each other; write it as text")
+
+
+def check_names(rows: Iterable[dict]) -> None:
+    """
+    Refuse rows in whose cells objects have more than `MOST_COLUMNS` names, all together: in Parquet each is a column.
+
+    Raises:
+        ValueError: they have more.
+    """
+    count, tree = 0, {}
+    cells = ((cell, tree.setdefault(column, {})) for row in rows for column, cell in row.items())
+    waiting = [(cell, names) for cell, names in cells if isinstance(cell, dict | list)]
+    while waiting:
+        value, names = waiting.pop()
+        for name, entry in value.items() if isinstance(value, dict) else [("", entry) for entry in value]:
+            if name not in names:
+                names[name] = {}
+                count += 1
+            if isinstance(entry, dict | list):
+                waiting.append((entry, names[name]))
+        if count > MOST_COLUMNS:
+            raise ValueError(f"more than {MOST_COLUMNS:,} names in objects in the cells, which Parquet has as columns")
 
 
 def _check_columns(names, columns):
@@ -535,9 +586,7 @@ def _json_rows(file):
     for number, line in enumerate(lines_of(file), 1):
         if line.isspace():
             continue
-        whole = (
-            HALF_CHARACTER.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], line) if "\\u" in line else line
-        )
+        whole = whole_characters(line)
         replaced += whole != line
         try:
             check_values(whole)

@@ -88,8 +88,8 @@ class NextSentencePredictionPipeline(TextClassificationPipeline):
             `TextClassificationPipeline`.
 
     Raises:
-        UserError: the model is not a `ForNextSentencePrediction`, a pair lacks one of its two texts, or a pair has
-            more tokens than the model has positions.
+        UserError: the model is not a `ForNextSentencePrediction` or gives its two labels one name, a pair lacks one of
+            its two texts, or a pair has more tokens than the model has positions.
     """
 
     def __init__(self, **kwargs):
@@ -97,6 +97,8 @@ class NextSentencePredictionPipeline(TextClassificationPipeline):
         labels = self.model.config.id2label
         if set(labels) != {0, 1} or labels[0] == "LABEL_0":  # a stock BERT has no names for its two labels
             self.model.config.id2label = dict(enumerate(PAIR_TASKS["nsp"].labels))
+        elif labels[0] == labels[1]:
+            raise UserError(f"config.json: id2label has {labels[0]!r:.100} twice; give the two labels two names")
 
     def check_model_type(self, supported_models):
         """Refuse a model without the head; the `supported_models` are those of text classification."""

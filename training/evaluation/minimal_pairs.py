@@ -50,9 +50,10 @@ def read_blimp(place: str) -> list[MinimalPair]:
         place: a folder with BLiMP's JSONL files, also packed; or `hub` for `nyu-mll/blimp`.
 
     Raises:
-        UserError: there is no such folder or it has no JSONL file; a line lacks a sentence; or the Hub gave no data.
+        UserError: there is no such folder or it has no JSONL file; a line lacks a sentence, or has a paradigm under
+            another phenomenon than before; or the Hub gave no data.
     """
-    pairs = []
+    pairs, phenomena = [], {}
     for where, row, name in _hub_rows() if place == FROM_HUB and not Path(place).exists() else _folder_rows(place):
         good = row.get("sentence_good")
         bad = row.get("sentence_bad")
@@ -62,6 +63,11 @@ def read_blimp(place: str) -> list[MinimalPair]:
         has_uid = bool(row.get("UID"))
         paradigm = str(row["UID"]) if has_uid else name
         phenomenon = str(row.get("linguistics_term") or (has_uid and PHENOMENON_OF.get(paradigm)) or paradigm)
+        if phenomena.setdefault(paradigm, phenomenon) != phenomenon:
+            raise UserError(
+                f"{where}: {paradigm!r:.100} belongs to {phenomenon!r:.100} here, and to {phenomena[paradigm]!r:.100} "
+                f"before; write one linguistics_term for each UID"
+            )
         pairs.append(MinimalPair(paradigm, phenomenon, good, bad, has_uid))
     if not pairs:
         raise UserError(

@@ -10,6 +10,10 @@ from d2l_bert.messages import counted, refuse_first
 from d2l_bert.training.finetuning import metrics, tasks
 
 
+# A batch has a pair of texts for each choice of its rows.
+MOST_CHOICES = 100
+
+
 class MultipleChoice(tasks.Task):
     """
     The right one of several choices.
@@ -55,6 +59,8 @@ class MultipleChoice(tasks.Task):
                 if not isinstance(names, list) or (isinstance(choices, list) and len(names) not in (0, len(choices))):
                     raise ValueError(f"{places[0]} has not one label for each of its choices; correct them")
                 names = [str(name) for name in names]
+                if len(set(names)) < len(names):
+                    raise ValueError(f"{places[0]} has the same label for two choices; correct them")
             if not tasks.is_filled(choices):
                 raise tasks.EmptyText(f"{places[0]} is empty; write a list of choices, or take the row out")
             if not isinstance(choices, list):
@@ -63,6 +69,12 @@ class MultipleChoice(tasks.Task):
                     f"lists, or name a column for each choice with --choices_column"
                 )
             places = [f"choice {number} (from 0) of column {columns[0]!r:.100}" for number in range(len(choices))]
+        if len(choices) > MOST_CHOICES:
+            others = " and others" if len(columns) > 1 else ""
+            raise ValueError(
+                f"{len(choices):,} choices in column {columns[0]!r:.100}{others}, and {MOST_CHOICES} at most are "
+                f"read; give fewer"
+            )
         texts = (*self.texts(cells), *map(tasks.check_text, choices, places))
         if not tasks.is_filled(cells.get(self.label)):
             return row._replace(texts=texts)

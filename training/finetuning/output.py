@@ -2,11 +2,11 @@
 
 import csv
 import dataclasses
-import functools
 import importlib.metadata
 import itertools
 import json
 import logging
+import math
 import platform
 import re
 import shlex
@@ -21,7 +21,7 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from d2l_bert import folders, messages, options
 from d2l_bert.model_cards import card, figures, pictures
 from d2l_bert.modeling import conversion, loading
-from d2l_bert.tokenization import account, wordpiece
+from d2l_bert.tokenization import account, tables, wordpiece
 from d2l_bert.tokenization.config import dataset_and_config
 from d2l_bert.training import run_folder
 from d2l_bert.training.checkpoint import WEIGHTS_FILE
@@ -195,8 +195,8 @@ def check_table(path: Path, split: Split) -> None:
         split: with all of its rows.
 
     Raises:
-        UserError: a column of a Parquet file would have values of several kinds; or nearly all cells of the table
-            would be empty, as where each row of JSONL has keys of its own.
+        UserError: a column of a Parquet file would have values of several kinds, or objects with too many names; or
+            nearly all cells of the table would be empty, as where each row of JSONL has keys of its own.
     """
     if path.suffix == ".jsonl":  # a row has its own cells alone
         return
@@ -208,6 +208,8 @@ def check_table(path: Path, split: Split) -> None:
             f"that a table of the predictions would be all but empty; give the rows the same columns"
         )
     if path.suffix == ".parquet":
+        with messages.explained(split.label, "give the rows the same names, or write .jsonl", ValueError):
+            tables.check_names(row.cells for row in split.rows)
         with _one_kind_a_column(split):
             columns = {name: pa.array([row.cells.get(name) for row in split.rows]) for name in split.columns}
             schema = pa.table(columns).schema
@@ -231,7 +233,8 @@ def write_table(
 
     Args:
         path: ends in `.jsonl` or `.parquet`, which have values as they are; else it is CSV, with lists and dicts as
-            JSON. Columns with bytes are left out of JSONL and CSV, which have no form for them.
+            JSON. In JSON, which has no form for them, numbers that are not finite become null. Columns with bytes are
+            left out of JSONL and CSV.
         predicted: by the names of new columns, a value for each row; None leaves the cell empty.
         is_for_excel: whether CSV has `;` between the cells, decimal commas, a byte order mark at its beginning, and an
             apostrophe before what Excel would take for a formula.
@@ -248,14 +251,13 @@ def write_table(
         renamed[new] = values
     predicted = renamed
     kept = split.columns if path.suffix == ".parquet" else _columns_without_bytes(split)
-    as_json = functools.partial(json.dumps, ensure_ascii=False, default=str)  # dates become texts
     new_cells = zip(*predicted.values(), strict=True) if predicted else itertools.repeat(())
     if path.suffix == ".jsonl":
         with path.open("w", encoding="utf-8") as file:
             kept_names = set(kept)
             for row, more in zip(split.rows, new_cells, strict=False):
                 cells = {name: cell for name, cell in row.cells.items() if name in kept_names}
-                file.write(f"{as_json({**cells, **dict(zip(predicted, more, strict=True))})}\n")
+                file.write(f"{_as_json({**cells, **dict(zip(predicted, more, strict=True))})}\n")
     elif path.suffix == ".parquet":
         with _one_kind_a_column(split):
             columns = {name: [row.cells.get(name) for row in split.rows] for name in split.columns}
@@ -265,8 +267,25 @@ def write_table(
             writer = csv.writer(file, delimiter=";" if is_for_excel else ",")
             rows = ([*map(row.cells.get, kept), *more] for row, more in zip(split.rows, new_cells, strict=False))
             for row in itertools.chain([[*kept, *predicted]], rows):
-                cells = [as_json(cell) if isinstance(cell, list | dict) else cell for cell in row]
+                cells = [_as_json(cell) if isinstance(cell, list | dict) else cell for cell in row]
                 writer.writerow([_excel_cell(cell) for cell in cells] if is_for_excel else cells)
+
+
+def _as_json(value):
+    """A value as JSON; dates become texts, numbers that are not finite null."""
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), ensure_ascii=False, default=str)
+
+
+def _finite(value):
+    """A value with None for each number in it that is not finite."""
+    if isinstance(value, dict):
+        return {name: _finite(of_name) for name, of_name in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _columns_without_bytes(split):

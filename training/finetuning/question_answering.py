@@ -1,5 +1,6 @@
 """Question answering: the answer to a question is a span of a context, as in SQuAD (d2l, section 16.6.4)."""
 
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -168,8 +169,20 @@ def answers_in(value: object, column: str) -> list[tuple[str, int]]:
         *(KeyError, TypeError, ValueError, OverflowError),
     ):
         if isinstance(value, dict):  # as the Hub has them
-            return [(str(text), int(start)) for text, start in zip(value["text"], value["answer_start"], strict=True)]
-        return [(str(answer["text"]), int(answer["answer_start"])) for answer in value or []]
+            texts, starts = value["text"], value["answer_start"]
+            if not isinstance(texts, list) or not isinstance(starts, list):
+                raise TypeError("text and answer_start are no lists")
+            return [(str(text), _whole(start)) for text, start in zip(texts, starts, strict=True)]
+        return [(str(answer["text"]), _whole(answer["answer_start"])) for answer in value or []]
+
+
+def _whole(start: object) -> int:
+    """A place in a context, which may be written as a text, or as 4.0; raises `ValueError` for another value."""
+    if isinstance(start, bool) or (isinstance(start, float) and not start.is_integer()):
+        raise ValueError(f"answer_start is {start!r}, and no whole number")
+    if isinstance(start, str) and not re.fullmatch(r"\s*-?[0-9]+\s*", start):
+        raise ValueError(f"answer_start is {start!r:.40}, and no whole number")
+    return int(start)
 
 
 def _positions(window, answer=("", 0)):

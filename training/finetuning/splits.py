@@ -125,7 +125,7 @@ def read_file(
             found = tables.table_rows(file, columns, separator)
         elif kind == "json" or is_conll:
             lines = [line for _, line in tables.Memory().hold(_numbered_lines(file, kind))]
-            with explained(f"{label}: cannot be read", way_out, *READ_ERRORS, TypeError, RecursionError):
+            with explained("cannot be read", way_out, *READ_ERRORS, TypeError, RecursionError):
                 found = list(_conll_rows(lines, label) if is_conll else _json_rows("\n".join(lines)))
         else:
             found = ((place, {text_column: line}) for place, line in _numbered_lines(file, kind) if line.strip())
@@ -155,8 +155,7 @@ def _json_rows(text) -> Iterator[tuple[str, dict]]:
 
 def _objects_in(text) -> Iterator[dict]:
     """The rows in a document of JSON."""
-    # A character in place of half a one: answers begin where they did.
-    content = json.loads(tables.HALF_CHARACTER.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], text))
+    content = json.loads(tables.whole_characters(text))
     for entry in content["data"] if isinstance(content, dict) else content:
         if not isinstance(entry, dict):
             raise TypeError(f"{entry!r:.50} is no object")
@@ -179,6 +178,9 @@ def _conll_rows(lines, label) -> Iterator[tuple[str, dict]]:
         rows = (line.split("\t") for line in lines)
         fields_of_lines = (row[1:4:2] if row[0].isdigit() else ["#"] if row[0] else [] for row in rows)
     numbered = list(enumerate(fields_of_lines, 1))
+    for number, fields in numbered:
+        if fields and not fields[0]:
+            raise ValueError(f"line {number:,}: its word is empty; repair the line")
     words = [fields for _, fields in numbered if fields and fields[0][0] != "#"]
     count, tags = len(words[0]) if words else 0, {fields[-1] for fields in words}
     kept = [
@@ -255,20 +257,21 @@ def _read_dataset(
             }
         )
         label = f"dataset {name}, split {used}"
+        kinds = {column: getattr(kind, "feature", kind) for column, kind in rows.features.items()}
         with explained(label, "", ValueError):
             held = memory.hold(_dataset_rows(rows, label))
+            class_names = {
+                column: [name_of(of_class, column) for of_class in kind.names]
+                for column, kind in kinds.items()
+                if hasattr(kind, "names")
+            }
         cells = [row for _, row in held]
-        kinds = {column: getattr(kind, "feature", kind) for column, kind in rows.features.items()}
         splits[split] = Split(
             label=label,
             name=f"{local_name(name)}, split {used}",
             rows=list(itertools.starmap(Row, held)),
             fingerprint=folders.short_hash(repr(cells)),
-            class_names={
-                column: [name_of(of_class, column) for of_class in kind.names]
-                for column, kind in kinds.items()
-                if hasattr(kind, "names")
-            },
+            class_names=class_names,
             is_dataset=True,
         )
     return splits

@@ -13,7 +13,7 @@ from transformers import DataCollatorWithPadding
 
 from d2l_bert.messages import UserError, explained, refuse_first, shortened
 from d2l_bert.modeling.records import Learnt
-from d2l_bert.tokenization import long_texts
+from d2l_bert.tokenization import long_texts, tables
 from d2l_bert.training.finetuning.config import FinetuneConfig
 
 
@@ -23,6 +23,9 @@ ROWS_AT_ONCE = 100
 # A context, or the words of a text, is read to its end in windows; a longer one, in characters, is refused. Few books
 # are longer. Its tokens take up to 3 GB.
 LONGEST_READ_WHOLE = 1 << 22
+
+# Half of a surrogate pair, which no encoding has.
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 # Columns that need not be there.
 OPTIONAL = ("text_pair_column", "context_column", "question_column")
@@ -166,6 +169,12 @@ class Task:
             setattr(self, name, learnt[name])
         if "classes" in self.learnt and not self.classes:
             raise ValueError("learnt.classes is empty")
+        if len(set(self.classes)) < len(self.classes):
+            raise ValueError("learnt.classes has two classes of one name")
+        if any(SURROGATE.search(name) for name in self.classes):
+            raise ValueError("learnt.classes has half a character (a surrogate alone)")
+        if "default" in self.learnt and self.default not in self.classes:
+            raise ValueError("learnt.default is no class")
 
     def options_of_texts(self) -> list[str]:
         """The options whose columns hold a text each: all but those of choices and of labels."""
@@ -242,12 +251,13 @@ class Task:
 
         Args:
             found: the names in the training rows.
-            named: all names in their order, if the dataset or its publishers give it.
+            named: all names in their order, if the dataset or its publishers give it; a name may stand there twice, as
+                two spellings are made one.
             least: the fewest classes; of one alone there is nothing to learn.
         """
         are_numbers = all(re.fullmatch(r"[+-]?\d{1,18}", name) for name in found)
         by_number = sorted(found, key=lambda name: (int(name) if are_numbers else 0, name))
-        self.classes = [name for name in named if name in found] if named else by_number
+        self.classes = [name for name in dict.fromkeys(named) if name in found] if named else by_number
         refuse_first(
             {
                 f"{train.label}: every row has the label {self.classes[0]!r:.100} in column {self.label!r:.100}; "
@@ -331,7 +341,7 @@ def json_in(cell: object, column: str) -> object:
         'write ["a", "b"], as json.dumps does, or give JSONL or Parquet with lists',
         *(ValueError, RecursionError),
     ):
-        return json.loads(cell)
+        return json.loads(tables.whole_characters(cell))
 
 
 def list_in(cells: dict, column: str, option: str, separator: str | None = None) -> list:
@@ -359,7 +369,7 @@ def name_of(entry: object, column: str, classes: list[str] | None = None) -> str
         classes: the names of the dataset's classes.
 
     Raises:
-        ValueError: the entry is no name, or no number of a class.
+        ValueError: the entry is no name, or no number of a class; or the name has half a character.
     """
     is_number = classes and isinstance(entry, int) and not isinstance(entry, bool)
     is_name = is_filled(entry) and not isinstance(entry, float | list | dict)
@@ -368,6 +378,11 @@ def name_of(entry: object, column: str, classes: list[str] | None = None) -> str
             f"column {column!r:.100} holds {entry!r:.100}, which is no label; write a name or a whole number"
         )
     name = classes[entry] if is_number else str(entry).strip()
+    if SURROGATE.search(name):
+        raise ValueError(
+            f"column {column!r:.100} has the label {ascii(name):.100}, whose half character (a surrogate "
+            f"alone) cannot be written; correct it"
+        )
     return unicodedata.normalize("NFC", name)  # systems write ü as one character or as two
 
 

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import torch
 
-from d2l_bert.messages import explained, refuse_first
+from d2l_bert.messages import UserError, explained, refuse_first
 from d2l_bert.training.finetuning import metrics, tasks
 
 
@@ -14,6 +14,10 @@ NO_CLASS = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(\.\d*)?e[+-]?\d+)|nan", re.IGNO
 
 # The largest number that can be predicted: models compute in float32.
 LARGEST_NUMBER = float(np.finfo(np.float32).max)
+
+# The most yes and no of the labels of a split, a row and a label each: a file of a megabyte may have 50,000 rows with
+# as many labels. A model's outputs for them take four bytes each.
+MOST_YES_AND_NO = 1 << 28
 
 # Numbers to learn are refused if their standard deviation is less than this many times the distance of neighbouring
 # float32 numbers at their mean. The finished model adds the mean in float32, which would round their differences away.
@@ -39,12 +43,14 @@ class TextTask(tasks.Task):
     def features(self, split, tokenizer, max_seq_length):
         texts = list(zip(*(row.texts for row in split.rows), strict=True))
         split.features, split.note = tasks.truncated(tokenizer, texts, max_seq_length)
-        for row, label in zip(split.features, self.targets(split).tolist(), strict=True):
+        targets = self.targets(split)
+        # Several labels of a row stay a part of the array. One number is Python's: as NumPy's it would be float64.
+        for row, label in zip(split.features, targets if targets.ndim > 1 else targets.tolist(), strict=True):
             row["labels"] = label
 
     def always(self, split, outputs):
         """The metrics of a split if every row had these outputs."""
-        return self.metrics(split, np.tile(outputs, (len(split.rows), 1)))
+        return self.metrics(split, np.broadcast_to(outputs, (len(split.rows), len(outputs))))
 
 
 class TextClassification(TextTask):
@@ -137,7 +143,17 @@ class MultiLabelClassification(TextTask):
         self.learn_classes(train, set(found), named, least=1)
 
     def targets(self, split):
-        return np.array([[float(name in (row.label or [])) for name in self.classes] for row in split.rows])
+        """1 for each label that a row has, 0 for each other one (N, C)."""
+        size = (len(split.rows), len(self.classes))
+        if size[0] * size[1] > MOST_YES_AND_NO:
+            raise UserError(
+                f"{split.label}: {size[0]:,} rows with a yes or no for each of {size[1]:,} labels are more than "
+                f"{MOST_YES_AND_NO:,} of them; give fewer rows, or fewer labels"
+            )
+        targets, places = np.zeros(size, dtype=np.int8), {name: place for place, name in enumerate(self.classes)}
+        for number, row in enumerate(split.rows):
+            targets[number, [places[name] for name in row.label or []]] = 1
+        return targets
 
     def loss(self, logits, labels):
         counts = labels != -100
@@ -151,10 +167,10 @@ class MultiLabelClassification(TextTask):
         )
 
     def metrics(self, split, outputs):
-        return metrics.multilabel_metrics(self.targets(split), (outputs > 0).astype(int))
+        return metrics.multilabel_metrics(self.targets(split), (outputs > 0).astype(np.int8))
 
     def sides(self, split, outputs):
-        return self.targets(split), (outputs > 0).astype(int), self.classes
+        return self.targets(split), (outputs > 0).astype(np.int8), self.classes
 
     def predictions(self, split, outputs):
         chosen = []
@@ -198,6 +214,8 @@ class Regression(TextTask):
             "write one such as 5.3, or take the row out",
             *(ValueError, TypeError, OverflowError),
         ):
+            if "_" in str(value):  # Python's own way to write numbers
+                raise ValueError("it has an underscore")
             number = float(value)
             refuse_first({f"it is not within ±{LARGEST_NUMBER:.3g}": not abs(number) <= LARGEST_NUMBER})
             return number

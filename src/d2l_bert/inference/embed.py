@@ -71,7 +71,7 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
     backend.no_padding()
     plain = long_texts.without_limits(backend)
     backend.enable_truncation(limit, direction=tokenizer.truncation_side)
-    totals, even = Counter(), None
+    totals, even, kept = Counter(), None, None
     nearest = [[] for _ in config.nearest]
     queries = backend.encode_batch(config.nearest)
     wanted = vectors_of(queries, model, tokenizer, config)
@@ -79,6 +79,8 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
         groups = grouped(all_rows, lambda row: max(len(row[0]), 256), GROUP_CHARACTERS)
         for rows in messages.with_progress(groups, f"embedding {source}", documents_in=len, unit="line"):
             lines, cells = zip(*rows, strict=True)
+            if config.output and Path(config.output).suffix != ".npy":
+                kept = columns_of(cells, config.output, kept.schema if kept else None)
             if tokenizer.truncation_side == "left":
                 read = [long_texts.ending_of(line) for line in lines]
             else:
@@ -89,12 +91,10 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
             computed = [encodings[number] for number in compared] if has_vectors else encodings
             vectors = vectors_of(computed, model, tokenizer, config)
             if has_vectors:
-                ours, what = vectors, f"{source}: the column {VECTOR!r} holds no vectors of one size"
-                with messages.explained(what, "rename the column", ValueError, TypeError):
-                    vectors = torch.tensor([row.get(VECTOR) for row in cells], dtype=torch.float32)
-                if not vectors.isfinite().all():
-                    raise messages.UserError(f"{source}: a vector in column {VECTOR!r} is not finite; compute it anew")
-                is_same = vectors.shape[1:] == ours.shape[1:] and torch.allclose(vectors[compared], ours, 1e-2, 1e-3)
+                ours = vectors
+                numbered = enumerate(cells, totals["lines"] + 1)
+                vectors = torch.stack([_vector_in(row, size, f"{source}: row {number:,}") for number, row in numbered])
+                is_same = torch.allclose(vectors[compared], ours, 1e-2, 1e-3)
                 messages.refuse_first(
                     {
                         f"{source}: has vectors already; leave output out": config.output,
@@ -103,7 +103,7 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
                     }
                 )
             if config.output:
-                append(cells, vectors.numpy())
+                append(kept, vectors.numpy())
             if config.nearest:
                 even = even or evened(vectors[[bool(line.strip()) for line in lines]])
                 vectors = even(vectors)
@@ -199,11 +199,53 @@ def vectors_of(encodings: list, model, tokenizer, config: EmbedConfig) -> torch.
     return vectors.cpu()
 
 
-@contextlib.contextmanager
-def vector_file(output: Path, size: int) -> Iterator[Callable[[Sequence[dict], np.ndarray], object]]:
+def _vector_in(row: dict, size: int, place: str) -> torch.Tensor:
+    """The vector (H,) that a row of a table has already; raises `UserError` if it is not `size` finite numbers."""
+    with messages.explained(
+        f"{place}: column {VECTOR!r} holds no vectors of {size} numbers, as this model's are",
+        "rename the column, or compute the vector anew",
+        *(ValueError, TypeError, OverflowError),
+    ):
+        vector = torch.tensor(row.get(VECTOR), dtype=torch.float32)
+        if vector.shape != (size,):
+            raise ValueError(f"it holds {vector.numel():,}")
+        if not vector.isfinite().all():
+            raise ValueError("one is not finite")
+        return vector
+
+
+def columns_of(cells: Sequence[dict], output: str, schema: pa.Schema | None) -> pa.Table:
     """
-    Make a new file for vectors of `size` numbers; yields a function that appends the cells of rows (n) and their
-    vectors (n, H).
+    The columns that a Parquet file keeps of rows (n), before their vectors are computed.
+
+    Args:
+        output: the file, for messages.
+        schema: of the rows before these; None for the first ones.
+
+    Raises:
+        UserError: they have no form in Parquet, or are other columns than before.
+    """
+    with messages.explained(output, "give the rows the same names, or give --output FILE.npy", ValueError):
+        tables.check_names(cells)
+    names = dict.fromkeys(name for row in [schema.names if schema else [], *cells] for name in row)
+    columns = {name: [row.get(name) for row in cells] for name in names if name != VECTOR}
+    with messages.explained(
+        f"{output}: a column holds values of several kinds, or begins after the first rows, or has empty objects",
+        "make rows alike, or give --output FILE.npy",
+        *(pa.ArrowException, OverflowError, KeyError),
+    ):
+        table = pa.table(columns)
+        if schema:  # unlike a schema for the conversion, a cast changes no number in silence
+            return table.cast(pa.schema(map(schema.field, columns)))
+        pq.write_table(table.schema.empty_table(), pa.BufferOutputStream())  # not every kind has a form in Parquet
+        return table
+
+
+@contextlib.contextmanager
+def vector_file(output: Path, size: int) -> Iterator[Callable[[pa.Table | None, np.ndarray], object]]:
+    """
+    Make a new file for vectors of `size` numbers; yields a function that appends the columns of rows, as of
+    `columns_of`, and their vectors (n, H).
 
     A `.npy` file has the vectors alone. A Parquet file has the columns of the rows and `vector`, in float32. Neither
     needs to fit into memory.
@@ -216,20 +258,23 @@ def vector_file(output: Path, size: int) -> Iterator[Callable[[Sequence[dict], n
         else:
             writer = None
 
-            def append(cells, vectors):
+            def append(columns, vectors):
                 nonlocal writer
-                names = dict.fromkeys(name for row in [writer.schema.names if writer else [], *cells] for name in row)
-                columns = {name: [row.get(name) for row in cells] for name in names}
-                columns[VECTOR] = pa.FixedSizeListArray.from_arrays(vectors.ravel(), size)
-                with messages.explained(
-                    f"{output}: a column holds values of several kinds, or begins after the first rows",
-                    "make rows alike, or give --output FILE.npy",
-                    *(pa.ArrowException, OverflowError, KeyError),
-                ):
-                    table = pa.table(columns)
-                    # Unlike a schema for the conversion, a cast changes no number in silence.
-                    table = table.cast(pa.schema(map(writer.schema.field, columns))) if writer else table
+                table = columns.append_column(VECTOR, pa.FixedSizeListArray.from_arrays(vectors.ravel(), size))
                 writer = writer or stack.enter_context(pq.ParquetWriter(partial, table.schema, compression="zstd"))
                 writer.write_table(table)
 
             yield append
+
+
+def _vector_in(row, size, place):
+    """The vector (H,) that a row of a table has already; raises `UserError` if it is not `size` finite numbers."""
+    with messages.explained(
+        f"{place}: column {VECTOR!r} holds no vectors of {size} finite numbers, as those of this model are",
+        "rename the column, or compute the vector anew",
+        *(ValueError, TypeError, OverflowError),
+    ):
+        vector = torch.tensor(row.get(VECTOR), dtype=torch.float32)
+        if vector.shape != (size,) or not vector.isfinite().all():
+            raise ValueError(f"{vector.tolist()!s:.50}")
+        return vector
