@@ -222,20 +222,6 @@ def test_scores_are_those_of_a_loop_over_each_line(reader, tmp_path, capsys, apa
         assert unknown == pytest.approx(of_unknown / max(1, tokens + of_unknown), abs=1e-4)
 
 
-def test_an_empty_line_is_scored_as_such_also_without_special_tokens(reader, tmp_path, capsys):
-    folder = shutil.copytree(reader.folder, tmp_path / "m", ignore=shutil.ignore_patterns("checkpoint-*"))
-    for name, changed in (
-        ("tokenizer.json", {"post_processor": None}),
-        ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}),  # which adds none of its own
-    ):
-        content = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps({**content, **changed}))
-    (tmp_path / "lines.log").write_text("The valley was old.\n\n")
-    assert main(["evaluate", str(folder), f"--line_scores={tmp_path / 'lines.log'}"]) == 0
-    rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
-    assert float(rows[0][0]) < 0 and rows[1] == ["-inf", "-inf", "-inf", "0.0000", "2", ""]
-
-
 def test_rows_of_a_table_are_scored_and_nothing_else_stands_beside_them(reader, tmp_path, capsys, fails):
     (tmp_path / "rows.csv").write_text('message\n"The valley\nwas old."\n""\n')  # an empty cell keeps its row
     options = [f"--line_scores={tmp_path / 'rows.csv'}", "--text_column=message"]

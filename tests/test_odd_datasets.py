@@ -103,7 +103,9 @@ def test_a_card_is_checked_before_the_library_follows_it(card, tmp_path, monkeyp
 
     monkeypatch.setattr("datasets.load_dataset_builder", build)
     options = "sep|engine|delimiter|encoding|skiprows"
-    refused(tmp_path / "set", f"not in the folder|stars|has the option '({options})'|not numbered 0")
+    refused(
+        tmp_path / "set", f"not in the folder|a file of this machine|stars|has the option '({options})'|not numbered 0"
+    )
 
 
 def test_a_link_to_a_folder_elsewhere_is_not_walked_through(tmp_path, monkeypatch):
@@ -155,7 +157,10 @@ def datasets_here(here, monkeypatch):
     return here
 
 
-@pytest.mark.parametrize("target", ["/{}/secret.txt", "../../../../../../../..{}/secret.txt", "file://{}/secret.txt"])
+@pytest.mark.parametrize(
+    "target",
+    ["/{}/secret.txt", "../../../../../../../..{}/secret.txt", "file://{}/secret.txt", "zip://a.txt::{}/secret.zip"],
+)
 def test_a_dataset_on_the_hub_names_no_file_of_this_machine(target, tmp_path, datasets_here):
     write_files(tmp_path, {"secret.txt": "A key."})
     card = CARD.format(target.format(tmp_path)).encode()

@@ -30,15 +30,15 @@ TEXTS = ("config_name", "description", "version", "field", "sample_by", "encodin
 
 def check_dataset(name: str) -> None:
     """
-    Refuse a dataset whose card would make the library work without end; a folder, also if it would be left.
-
-    Args:
-        name: a folder of data files, or an id on the Hub, whose client itself keeps files in the repository.
+    Refuse a dataset whose card would make the library read files of this machine, or work without end.
 
     The library follows patterns of names and reads files as a card says before it tells what it has found.
 
+    Args:
+        name: a folder of data files, or an id on the Hub.
+
     Raises:
-        ValueError: the card names an address, or a file or folder outside of the folder; it sets an option of a reader
+        ValueError: the card names a file of this machine, or, in a folder, an address; it sets an option of a reader
             that is not known to be harmless; it numbers classes with gaps; or it cannot be read.
         UserError: a link leads out of the folder to another folder.
     """
@@ -125,7 +125,7 @@ def _is_harmless(option, value):
 
 
 def _check_paths(value, is_of_folder):
-    """Refuse a path, in a text, a list or a dict, that has many stars, or that may lead out of a folder."""
+    """Refuse a path, in a text, a list or a dict, that has many stars, or leads out of the dataset."""
     waiting = [value]
     while waiting:
         part = waiting.pop()
@@ -134,8 +134,9 @@ def _check_paths(value, is_of_folder):
         elif isinstance(part, list):
             waiting.extend(part)
         elif isinstance(part, str):
-            leads_out = part.startswith("/") or ".." in PurePosixPath(part).parts or re.search(r"[:\\\0]", part)
-            if is_of_folder and leads_out:
+            if re.search(r"(^|::)(/|file:|local:)", part) or ".." in PurePosixPath(part).parts:
+                raise ValueError(f"its card names {part:.200}, a file of this machine")
+            if is_of_folder and re.search(r"[:\\\0]", part):  # an address
                 raise ValueError(f"its card names {part:.200}, which is not in the folder")
             if len(re.findall(r"\*+", part)) > MOST_STARS:
                 raise ValueError(f"its card names {part:.200}, a pattern of more than {MOST_STARS} stars")

@@ -104,7 +104,7 @@ def masked_batches(
         -100 in unused slots (R, P); and the index of each row's sequence (R,).
     """
     lengths = np.array([len(ids) for ids in sentences.ids])
-    for length in np.unique(lengths[lengths > 0]).tolist():  # without special tokens an empty sentence has none
+    for length in np.unique(lengths).tolist():
         same = np.flatnonzero(lengths == length)
         ids, words = (np.stack([of[number] for number in same]) for of in (sentences.ids, sentences.words))  # (S, T)
         is_scored = words >= 0
