@@ -50,19 +50,23 @@ from d2l_bert.training import log  # noqa: E402
 log.matmul_peak = functools.partial(log.matmul_peak, seconds=0.01)
 
 
-_drawn, plot_curves = [], pictures.plot_curves
+def drawn_once(draw):
+    """Draws the picture of this process's first run, for all runs: drawing takes as long as training some of them."""
+    drawn = []
+
+    def draw_once(*arguments):
+        path = arguments[-1]
+        if drawn:
+            path.write_bytes(drawn[0])
+        else:
+            draw(*arguments)
+            drawn.append(path.read_bytes())
+
+    return draw_once
 
 
-def draw_once(rows, path):
-    """The picture of this process's first run, for all runs: drawing takes as long as training some of them."""
-    if _drawn:
-        path.write_bytes(_drawn[0])
-    else:
-        plot_curves(rows, path)
-        _drawn.append(path.read_bytes())
-
-
-pictures.plot_curves = draw_once
+pictures.plot_curves = drawn_once(pictures.plot_curves)
+pictures.plot_finetuning = drawn_once(pictures.plot_finetuning)
 
 # A failed assert in these modules shows its values, as one in a test does.
 pytest.register_assert_rewrite("publishing", "runs", "small_models")

@@ -304,6 +304,7 @@ def test_a_vocab_size_below_the_alphabet_is_refused_with_the_smallest_possible_o
         train_wordpiece(make_texts(), vocab_size=least - 1)
 
 
+@pytest.mark.slow
 def test_an_iterator_gives_the_same_tokenizer_and_its_texts_are_never_held_in_memory():
     of_list, of_iterator = (train_wordpiece(make(make_texts()), vocab_size=400) for make in (list, iter))
     assert of_list.backend_tokenizer.to_str() == of_iterator.backend_tokenizer.to_str()

@@ -189,6 +189,7 @@ def test_words_are_counted_by_each_documents_words_a_token(tmp_path):
 # Runs
 
 
+@pytest.mark.slow
 def test_the_weights_are_those_of_the_step_that_reached_the_words(books, tmp_path, capsys):
     """Of a run that saves after 600, 1,000 and 1,001 words; 99M are more than it sees. And of one that is stopped."""
     whole, again, stopped = (tmp_path / name for name in ("whole", "run", "stopped"))

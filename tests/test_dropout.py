@@ -33,6 +33,7 @@ def test_the_dropout_operator_matches_its_declaration():
     torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.slow
 def test_a_compiled_program_draws_a_mask_for_each_dropout():
     """The compiler merges calls with equal arguments."""
     dropout = modeling.Dropout(0.5).train()

@@ -236,6 +236,7 @@ def test_rows_of_a_table_are_scored_and_nothing_else_stands_beside_them(reader, 
 # The table of runs: those that differ in their seed alone are one row
 
 
+@pytest.mark.slow
 def test_runs_of_several_seeds_are_one_row_with_mean_and_deviation(books, tmp_path, capsys):
     folders = [tmp_path / name for name in ("nsp-1", "nsp-2", "nsp-3", "mlm")]
     for folder in folders:
@@ -329,6 +330,7 @@ OTHER_MASKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OTHER_MASKS, ids=lambda options: [*options][0])
 def test_models_side_by_side_are_measured_with_the_same_masks(options, trained, books, evaluate, tmp_path, capsys):
     """Two copies of one model, whose runs had other masks, have the same figures: those of the default masks."""

@@ -73,6 +73,7 @@ def test_a_model_of_the_hub_is_recorded_with_its_commit(trained, files, here, tm
 # Other kinds and inputs
 
 
+@pytest.mark.slow
 def test_stock_bert_is_fine_tuned_and_published(trained, files, tmp_path, here):
     tokenizer = AutoTokenizer.from_pretrained(trained)
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
@@ -112,6 +113,7 @@ def test_a_model_trained_in_bf16_is_measured_in_float32(trained, files, tmp_path
     assert [answer["score"] for answer in answers] == pytest.approx(scores, abs=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["{}/rows:default", "../secret-project/rows/"])
 def test_no_folder_above_a_data_set_is_in_any_file_of_a_run(trained, tmp_path, monkeypatch, place):
     secret, out = tmp_path / "secret-project", tmp_path / "out"
@@ -128,6 +130,7 @@ def test_no_folder_above_a_data_set_is_in_any_file_of_a_run(trained, tmp_path, m
     assert main(["publish", str(out), "someone/bert", "--dry_run"]) == 0
 
 
+@pytest.mark.slow
 def test_an_edited_card_keeps_its_words_when_seeds_are_added(trained, files, tmp_path, capsys):
     command = ["--task=classification", *files, "--max_steps=2", "--license=mit"]
     finetune(trained, tmp_path, *command)
@@ -174,6 +177,7 @@ def test_an_error_in_the_card_or_a_picture_cannot_lose_the_model(trained, tmp_pa
         monkeypatch.undo()
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_a_fine_tuning_in_one_line_that_says_how_to_go_on(trained, tmp_path, fails):
     options = ["--task=classification", *write_splits(tmp_path), "--max_steps=4"]
     command = ["finetune", str(trained), f"--output_dir={tmp_path / 'out'}", *options, "--eval_steps=2"]
@@ -298,6 +302,7 @@ def test_conllu_is_read_and_the_usual_tag_of_each_word_stands_beside_the_figures
     assert f"{known['test']['prediction']}: accuracy 66.7 %; the model does no better" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task, rows", [("tags", tag_rows), ("answers", answer_rows)])
 def test_losses_are_means_over_labels_however_rows_are_batched(task, rows, trained, tmp_path):
     options = [f"--task={task}", *FAST[2:], "--max_seq_length=40", "--learning_rate=1e-3", "--num_train_epochs=2"]

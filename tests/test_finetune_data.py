@@ -347,6 +347,7 @@ def test_the_predictions_of_a_run_hold_cells_as_they_were_read(trained, tmp_path
     assert {row["id"] for row in read_csv(tmp_path / "out" / "predictions.csv")} == {"=1+1"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["[]", "{}", '{"seed": "a"}', '{"validation": 5', None], ids=repr)
 def test_a_damaged_result_of_a_seed_is_one_line(content, trained, tmp_path, fails):
     options = [*file_options(tmp_path, train=rows_of(12, 0), validation=rows_of(6, 1)), "--max_steps=1"]
@@ -450,6 +451,7 @@ def test_a_new_run_deletes_only_what_a_run_writes(finished, tmp_path):
     assert not kept & {"model.safetensors", "metrics.json", "predictions.csv", "attempts", *pictures}
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_replaced_or_gets_further_seeds(finished, command, trained, fails, tmp_path):
     folder, go_on = shutil.copytree(finished, tmp_path / "out"), "--resume_from_checkpoint=latest"
     line = fails("finetune", trained, *command, f"--output_dir={folder}")

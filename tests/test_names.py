@@ -80,6 +80,7 @@ def tuned_contents(facts, name):
     return [config, record, metrics | later_figures(name) | {"lost_to_length": {"test": name}}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("contents_of", [pretrained_contents, tuned_contents])
 @settings(max_examples=30, deadline=None)
 @given(name=names)
@@ -155,6 +156,7 @@ def leaves(content, place=()):
 BAD = "``` \n```\n`![t](https://x.y/p.png)` <img src=x onerror=alert(1)> | [l](https://x.y) \u202e"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("contents_of", [pretrained_contents, tuned_contents])
 def test_no_entry_of_a_strangers_record_becomes_markup(contents_of, facts, place):
     """Each string or number in turn: the card shows it as it is, or the folder is refused in one line."""
@@ -191,6 +193,7 @@ def renamed(content, key, name):
     return [renamed(entry, key, name) for entry in content] if isinstance(content, list) else content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("contents_of", [pretrained_contents, tuned_contents])
 def test_no_key_of_a_strangers_records_becomes_markup(contents_of, facts, place):
     """A key that stands in several records is renamed in all of them."""

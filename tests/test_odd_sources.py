@@ -84,6 +84,7 @@ def test_folders_may_be_nested_in_any_depth(tmp_path):
         subprocess.run(["rm", "-rf", tmp_path / "d"], check=True)  # pytest's own cleaning is recursive
 
 
+@pytest.mark.slow
 def test_thousands_of_sources_are_opened_at_once_and_their_names_are_short(tmp_path, capsys, shown):
     contents = {f"{number:05d}.txt": f"{PEOPLE[number % len(PEOPLE)]} came {number} times." for number in range(3000)}
     names = [str(path) for path in sorted(write_files(tmp_path, contents).iterdir())]

@@ -59,6 +59,7 @@ def cases(draw):
     return stores, [*sorted(draw(st.lists(st.integers(0, count), max_size=2))), count] if len(stores) == 1 else None
 
 
+@pytest.mark.slow
 @given(cases(), st.booleans(), st.integers(1, 60), st.integers(1, 6))
 def test_the_windows_of_an_epoch_hold_each_sentence_once(case, is_weighted, stretch_tokens, window_stretches):
     stores, source_ends = case

@@ -33,6 +33,7 @@ def counted_from_1(count, seed):
     return [{**row, "label": row["label"] + 1} for row in choice_rows(count, seed)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ROWS)
 def test_a_finished_model_predicts_what_its_run_predicted(task, trained, tmp_path, fails):
     rows_of_task = counted_from_1 if task == "multiple-choice" else ROWS[task]
@@ -194,6 +195,7 @@ def test_an_option_without_effect_is_refused_by_the_command(option, classifier, 
     assert option in line and "leave" in line and not (tmp_path / "out.csv").exists()
 
 
+@pytest.mark.slow
 def test_a_table_that_is_read_as_lines_is_refused_by_its_header(classifier, tmp_path, fails, monkeypatch):
     table = 'id;"Text";label\n1;Then Anna sold the apple;anna\n'
     (tmp_path / "rows.txt").write_text(table)
@@ -341,6 +343,7 @@ def test_what_is_read_in_windows_is_refused_beyond_the_length_of_a_book(task, tr
     assert "line 1" in line and "characters" in line and "divide" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["right", "left"])
 def test_long_texts_and_pairs_have_the_inputs_of_the_whole(direction, trained):
     tokenizer = AutoTokenizer.from_pretrained(trained, truncation_side=direction)

@@ -292,6 +292,7 @@ def is_refused(read, folder):
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_stands_in_a_prepared_folder_it_is_read_or_refused_in_one_line(seed, prepared, tmp_path):
     rng, refused = random.Random(seed), 0

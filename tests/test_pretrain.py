@@ -28,6 +28,7 @@ from d2l_bert.training.recipes import RECIPES
 RUN = [*SMALL, "--mixed_precision=no", "--license=mit"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tiny", pytest.param("mini", marks=pytest.mark.slow)])
 def test_a_dry_run_times_steps_of_each_length_and_leaves_no_file(books, tmp_path, monkeypatch, capsys, recipe):
     take_step, taken = Learner.take_step, []
@@ -133,6 +134,7 @@ def test_a_dry_run_says_the_number_of_steps_that_the_run_takes(few_books, tmp_pa
         assert float(said[2].replace(",", "")) == pytest.approx(tokens / record["data"]["train_tokens"], rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pairing", ["segments", "sentences"])
 def test_a_run_of_twenty_epochs_that_takes_a_step_more_ends_without_advice_against_so_many(
     few_books, tmp_path, capsys, pairing
@@ -239,6 +241,7 @@ def test_accelerate_launch_trains_and_refuses(books, tmp_path):
 # Evaluations
 
 
+@pytest.mark.slow
 def test_a_text_that_pairs_would_cut_to_less_than_half_has_no_second_loss(tmp_path, capsys):
     """Documents of 600 tokens, in two "sentences", as a thousand characters are the most."""
     (tmp_path / "a.txt").write_text("\n".join(f"{a} {b} " * 300 for a in "abcdefghij" for b in "klmnopqrst"))
@@ -254,6 +257,7 @@ def test_a_text_that_pairs_would_cut_to_less_than_half_has_no_second_loss(tmp_pa
         assert main([*words, f"--objective={objective}"]) == 0 and said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_rows_of_an_objective_are_said_and_evaluate_has_the_same_for_all(books, trained, tmp_path, capsys):
     """All start from one model and stay there: their MLM losses are the same where the rows and their masks are."""
     words = [f"--init_from={trained}", "--max_steps=1", "--learning_rate=1e-12", "--max_seq_length=48"]

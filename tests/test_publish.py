@@ -151,6 +151,7 @@ def pretrain(books, out, *options):
     return main(["pretrain", *arguments, *options])
 
 
+@pytest.mark.slow
 def test_models_saved_by_words_go_to_branches_of_their_names_with_cards_of_their_own(here, trained, books, tmp_path):
     """Of a run that saves after 600 and 1,001 words and then publishes them; it trains as one that does not."""
     out = tmp_path / "bert"
@@ -172,6 +173,7 @@ def test_models_saved_by_words_go_to_branches_of_their_names_with_cards_of_their
         assert card.count("# bert\n") == 1 and f"| steps | {step} of 40 of 8 pairs |" in card
 
 
+@pytest.mark.slow
 def test_a_hub_that_stops_answering_costs_no_training_and_is_reported(here, books, tmp_path, capsys):
     here.fail = lambda method, path: here.stop() or 0 if "/preupload/" in path else None
     out = tmp_path / "bert"

@@ -173,6 +173,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(list(RECIPES)),
     st.fixed_dictionaries({}, optional={**CHANGES, "max_steps": st.integers(1, 10**9)}),

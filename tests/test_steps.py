@@ -92,6 +92,7 @@ def test_an_epoch_holds_each_pair_once(text, objective, pairing):
     assert all((label is None) == (objective == "none") for *_, label in expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step, pairing", [(3, "segments"), (50, "sentences")])
 def test_a_step_has_the_same_sequences_whatever_its_micro_batches_and_ranks_are(text, step, pairing):
     """Of the pairs of two sentences, several are packed into a row."""

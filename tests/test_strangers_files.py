@@ -45,6 +45,7 @@ def test_a_fine_tuning_that_goes_on_deletes_nothing_behind_a_link(trained, tmp_p
     assert precious.read_text() == "mine"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -67,6 +68,7 @@ def test_figures_of_an_attempt_that_cannot_be_are_one_line(trained, tmp_path, fa
     assert said in line
 
 
+@pytest.mark.slow
 def test_a_model_of_an_attempt_that_has_changed_is_not_taken_over(trained, tmp_path, fails):
     rows = list(rows_of(12, 0))
     options = [*file_options(tmp_path, train=rows, validation=rows), "--max_steps=1", "--task=classification"]

@@ -358,6 +358,7 @@ def spoil_row(folder, word, value):
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [1e30, 1e8, float("inf")])
 def test_a_weight_beyond_any_trained_model_s_is_refused_whatever_text_it_is_for(value, model):
     for kind in ("run", "bert", "tuned"):
@@ -405,6 +406,7 @@ def test_an_encoder_without_heads_gets_fresh_ones_as_before(model):
     assert run("finetune")[0] == 0
 
 
+@pytest.mark.slow
 def test_the_form_of_outputs_that_config_json_asks_for_changes_nothing(model):
     entry = {"return_dict": False, "output_attentions": True, "output_hidden_states": True}
     for kind in ("run", "bert", "tuned"):

@@ -63,6 +63,7 @@ def test_a_process_that_is_killed_is_said_in_one_line():
     traceback.clear_frames(caught.tb)
 
 
+@pytest.mark.slow
 def test_the_items_come_in_order_and_the_run_draws_the_same_random_numbers():
     before = torch.get_rng_state()
     assert list(in_order(slow_when_even, list(range(12)), 2)) == list(range(12))
