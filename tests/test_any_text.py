@@ -164,6 +164,7 @@ def test_a_zero_width_space_ends_a_word_and_a_joiner_goes_on(text, word, other, 
     assert are_same or "".join(tokenize(word)).replace("##", "") == word
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("times", "least", "most"), [(60, 1, 4096 / 4), (8, 4096 / 4, 4096 / 2)])
 def test_rare_characters_do_not_fill_the_vocabulary_and_frequent_ones_stand_in_it(times, least, most):
     """60 times as many English words leave below 0.1 % of the characters to Hangul."""
@@ -314,6 +315,7 @@ def test_an_iterator_gives_the_same_tokenizer_and_its_texts_are_never_held_in_me
     tracemalloc.stop()
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(st.characters(codec="utf-8"), max_size=30), min_size=1, max_size=5))
 def test_any_text_can_be_trained_on_and_has_no_unknown_token_afterwards(texts):
     """Except for white space and the characters that BERT removes."""

@@ -115,6 +115,7 @@ def test_word_vectors_give_the_pmi_and_fewer_columns_nearly_the_best_of_their_ra
 # What the model knows before its first step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -143,6 +144,7 @@ def test_an_untrained_model_knows_more_than_frequencies(options, books, tmp_path
     assert "before the first step" in (tmp_path / "model" / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_where_neighbours_tell_nothing_the_start_is_left_out(tmp_path, capsys):
     """Words in random order: no strength is better than none, and today's start stays to the last byte."""
     rng = np.random.default_rng(0)
@@ -165,6 +167,7 @@ def test_a_text_of_some_sentences_is_trained_on(sentences, tmp_path, capsys):
     assert "attention_init bigrams: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_one_head_cannot_have_it(books, tmp_path, capsys):
     options = ("--num_attention_heads=1", "--max_steps=1")
     starts = [f"--attention_init={start}" for start in ("bigrams", "neighbours")]
@@ -183,6 +186,7 @@ def check_same(*folders):
         torch.testing.assert_close(one[name], two[name], rtol=0, atol=1e-20)
 
 
+@pytest.mark.slow
 def test_the_start_is_the_same_with_any_number_of_threads(books, tmp_path):
     threads = torch.get_num_threads()
     try:
@@ -196,6 +200,7 @@ def test_the_start_is_the_same_with_any_number_of_threads(books, tmp_path):
     check_same(tmp_path / "1", tmp_path / "2")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_counts_nothing_and_keeps_its_first_loss(books, tmp_path, monkeypatch):
     options = ("--attention_init=bigrams", "--max_steps=6", "--save_steps=2")
     whole = run(books, tmp_path / "whole", *options)

@@ -56,6 +56,7 @@ def only_copy_of_step_4(whole, folder, name):
     return shutil.copytree(whole / "checkpoint-4", folder / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["best", "run2024", "checkpoint-9"])
 def test_a_run_resumed_from_a_renamed_checkpoint_and_stopped_goes_on_where_it_stopped(whole, go_on, tmp_path, name):
     """Two steps after step 4, SIGTERM: step 6 is saved, and `latest` goes on from there to the same weights."""
@@ -68,6 +69,7 @@ def test_a_run_resumed_from_a_renamed_checkpoint_and_stopped_goes_on_where_it_st
     assert weights_of(folder) == weights_of(whole)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_before_its_first_step_loses_none_of_those_before(whole, go_on, tmp_path, monkeypatch, capsys):
     """
     SIGTERM in the evaluation of step 4, which an earlier interruption has left out: what the message advises goes on
@@ -87,6 +89,7 @@ def test_a_run_stopped_before_its_first_step_loses_none_of_those_before(whole, g
     assert rows == expected and [row["step"] for row in rows] == [4, 8, 10]
 
 
+@pytest.mark.slow
 def test_checkpoints_that_resuming_will_delete_are_named_before_the_first_step(whole, go_on, tmp_path, capsys):
     """From the checkpoint of step 4 the run goes on differently from those of steps 8 and 10."""
     folder = shutil.copytree(whole, tmp_path / "out")
@@ -97,6 +100,7 @@ def test_checkpoints_that_resuming_will_delete_are_named_before_the_first_step(w
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-4"]
 
 
+@pytest.mark.slow
 def test_only_the_latest_checkpoints_are_kept(books, tmp_path):
     run(books, tmp_path / "out", "--max_steps=7", "--save_steps=2", "--save_total_limit=3")
     assert [path.name for path in checkpoint.checkpoints(tmp_path / "out")] == [f"checkpoint-{n}" for n in (4, 6, 7)]

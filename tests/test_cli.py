@@ -206,6 +206,7 @@ def test_a_program_gets_the_packages_messages_as_log_records_and_no_other_output
     assert sum(name == "d2l_bert.report" for name, *_ in ours) == 1, "the second run was told to be quiet"
 
 
+@pytest.mark.slow
 def test_the_command_shows_messages_on_stderr_and_the_report_on_stdout(books, tmp_path, capsys):
     command = ["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", "--max_steps=4", *SMALL]
     root = logging.getLogger()

@@ -57,6 +57,7 @@ def assert_same_outputs(first, second, shape=(2, 9)):
     torch.testing.assert_close({name: outputs[name] for name in expected}, dict(expected), atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": False, "hidden_act": "relu", "type_vocab_size": 3}])
 def test_every_head_of_stock_bert_survives_both_conversions_bit_for_bit(head, options, tmp_path):
@@ -153,6 +154,7 @@ def test_whole_numbers_that_are_no_weights_are_passed_over(tmp_path):
     assert_same_outputs(bert, ours)
 
 
+@pytest.mark.slow
 def test_all_modules_of_a_sentence_transformer_are_copied_from_a_folder_and_from_the_hub(here, tmp_path):
     source = tmp_path / "encoder"
     stock("Model").save_pretrained(source)

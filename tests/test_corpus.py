@@ -334,6 +334,7 @@ def test_prose_looks_at_the_start_of_each_line(text, paragraphs):
     assert prose(text) == paragraphs
 
 
+@pytest.mark.slow
 def test_two_processes_read_the_embedded_corpus_as_one_does(tmp_path, monkeypatch):
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("[ab]*.py"))
     (tmp_path / "bad.py").write_text('"""This file has a docstring, and does not parse."""\ndef (:\n')

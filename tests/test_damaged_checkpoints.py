@@ -77,6 +77,7 @@ def test_a_checkpoint_whose_best_one_is_damaged_is_passed_over(attempt):
     assert found is None or trainer.Path(found).name < best.name
 
 
+@pytest.mark.slow
 def test_a_fine_tuning_without_a_whole_checkpoint_starts_anew_and_says_so(stopped, tmp_path, capsys):
     folder, command = stopped
     shutil.copytree(folder, tmp_path / "out")
@@ -150,6 +151,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow
 def test_a_state_with_other_types_or_numbers_is_one_line(saved):
     state = json.loads((saved / "training_state.json").read_text())
     for name in ("step", "cursor", "max_steps", "identity", "skipped_in_a_row", "rows", "words_seen"):

@@ -272,6 +272,7 @@ def test_rows_are_divided_like_files_and_put_together_in_blocks(opened, tmp_path
     assert +blocks.counts == {"rows read in documents of 64 rows": 100, "rows without text": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["x" * 4_000_000, "word " * 800_000, "A word. " * 500_000])
 @pytest.mark.parametrize("documents", ["auto", "line"])
 def test_a_line_of_megabytes_is_one_document(text, documents, tmp_path):

@@ -174,6 +174,7 @@ def test_the_nearest_lines_are_those_of_the_largest_cosine_after_half_of_whiteni
         assert [cosines[number] for _, number in found] == pytest.approx(np.sort(cosines)[::-1][:5], abs=2e-4)
 
 
+@pytest.mark.slow
 def test_vectors_that_were_saved_find_the_same_lines_and_are_not_computed_again(
     encoders, tmp_path, monkeypatch, fails
 ):
@@ -239,6 +240,7 @@ def test_the_weights_of_all_heads_are_read_with_their_tokens_and_segments(encode
     assert attention.attention_of(name, model, tokenizer, FIRST)[1] == 0
 
 
+@pytest.mark.slow
 def test_a_token_is_drawn_in_a_font_that_has_it_and_dollars_are_text(encoders, tmp_path, monkeypatch, recwarn):
     """What no font has is said, and another character drawn; as a formula `$x_y$` is an error."""
     fonts, installed = font_manager.fontManager, font_manager.fontManager.ttflist

@@ -83,6 +83,7 @@ ROW_OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ROW_OPTIONS, ids=lambda options: options[0].removeprefix("--"))
 def test_the_held_out_figures_are_those_of_the_run_without_an_option(options, lines, evaluate, tmp_path):
     """An option that is given wins over that of the run, whose options are not the defaults."""
@@ -98,6 +99,7 @@ def test_the_held_out_figures_are_those_of_the_run_without_an_option(options, li
     assert other["models"][0]["text"]["masked_tokens"] > 1.4 * found["masked_tokens"]
 
 
+@pytest.mark.slow
 def test_held_out_documents_are_refused_where_they_are_not_those_of_the_run(trained, books, lines, tmp_path, capsys):
     (tmp_path / "other.txt").write_text(lines.read_text() + "One more line is another text.\n")
     shutil.copytree(trained, tmp_path / "bare")
@@ -281,6 +283,7 @@ def with_swapped_words(folder):
     (folder / "tokenizer.json").write_text(json.dumps(state))
 
 
+@pytest.mark.slow
 def test_only_runs_that_differ_in_nothing_but_their_seed_are_seeds_of_one(trained, tmp_path, capsys):
     """Copies of one run, whose records say that they had other seeds, texts, start models or options."""
     changes = {
@@ -350,6 +353,7 @@ def test_models_side_by_side_are_measured_with_the_same_masks(options, trained, 
     assert given["models"][0]["text"]["masked_tokens"] > 1.7 * ours["masked_tokens"]
 
 
+@pytest.mark.slow
 def test_the_file_says_where_the_figures_of_models_are_of_different_things(models, books, tmp_path):
     words = ["evaluate", str(models["ours"]), str(models["roberta"]), f"--corpus={books}", "--max_eval_pairs=20"]
     for name in ("runs.md", "runs.csv", "all.json"):

@@ -90,6 +90,7 @@ def test_stock_bert_is_fine_tuned_and_published(trained, files, tmp_path, here):
     assert b"trust_remote_code" not in files["README.md"] and "auto_map" not in json.loads(files["config.json"])
 
 
+@pytest.mark.slow
 def test_a_saved_dataset_is_read_by_the_columns_of_a_named_task(trained, tmp_path, capsys):
     def split(count, *labels):
         return [{"sentence": row["text"], "label": labels[n % len(labels)]} for n, row in enumerate(rows_of(count, 0))]
@@ -104,6 +105,7 @@ def test_a_saved_dataset_is_read_by_the_columns_of_a_named_task(trained, tmp_pat
     assert {row["prediction"] for row in read_csv(tmp_path / "out" / "predictions.csv")} <= {"negative", "positive"}
 
 
+@pytest.mark.slow
 def test_a_model_trained_in_bf16_is_measured_in_float32(trained, files, tmp_path):
     metrics = finetune(trained, tmp_path / "out", "--task=classification", *files, "--max_steps=2", "--bf16")
     table = read_csv(tmp_path / "out" / "predictions.csv")
@@ -231,6 +233,7 @@ def test_rates_and_seeds_that_diverge_are_left_out(trained, tmp_path, diverging,
 # The report by class
 
 
+@pytest.mark.slow
 def test_the_class_that_f1_is_of_is_named_and_the_report_has_each_class(tuned, trained, files, capsys):
     metrics, card = read_record(tuned / "metrics.json"), (tuned / "README.md").read_text()
     assert metrics["f1_of"] == "boris" and metrics["best_metric"] == "accuracy"
@@ -253,6 +256,7 @@ def test_of_equal_checkpoints_that_of_the_lower_loss_is_kept(tuned):
         assert best["step"] > min(row["step"] for row in rows if row["eval_accuracy"] == best["eval_accuracy"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["regression", "multi_label_classification"])
 def test_what_a_prediction_without_the_text_reaches_stands_beside_the_figures(task, trained, tmp_path, capsys):
     labels = {"train": [1, 2, 6], "validation": [2, 5], "test": [3, 4, 8]}
@@ -275,6 +279,7 @@ def test_what_a_prediction_without_the_text_reaches_stands_beside_the_figures(ta
     assert re.search(rf"^\| test {list(expected)[0]} \| .* \| {re.escape(guessed)} \|$", card, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_conllu_is_read_and_the_usual_tag_of_each_word_stands_beside_the_figures(trained, tmp_path, capsys):
     """Of "left", VERB twice and NOUN once; "zoo", which is new, is the most frequent tag: DET."""
     texts = {

@@ -309,6 +309,7 @@ OPTIONS = [  # options, words of the error line
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "task, rows, option, word",
     [
@@ -340,6 +341,7 @@ def test_a_label_of_thousands_of_characters_is_shortened_in_a_message(label, tra
     assert len(fails(*words, *options, "--task=text-classification")) < 600
 
 
+@pytest.mark.slow
 def test_the_predictions_of_a_run_hold_cells_as_they_were_read(trained, tmp_path):
     rows = [{"id": "=1+1", **row} for row in rows_of(6, 0)]
     options = file_options(tmp_path, train=rows, test=rows)
@@ -360,6 +362,7 @@ def test_a_damaged_result_of_a_seed_is_one_line(content, trained, tmp_path, fail
     assert "result.json" in fails(*words, "--resume_from_checkpoint=latest")
 
 
+@pytest.mark.slow
 def test_rows_with_the_texts_of_training_rows_are_counted(trained, tmp_path, capsys):
     table = write_table(tmp_path / "train.csv", rows_of(20, 0))
     options = [f"--train_file={table}", f"--test_file={table}", "--validation_share=0", "--max_steps=1"]

@@ -90,6 +90,7 @@ def test_embeddings_of_added_words_are_the_means_of_their_pieces(tied):
     assert shared == tied and model.bert.embeddings.word_embeddings.padding_idx == old.pad_token_id
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["d2l-bert", pytest.param("stock BERT", marks=pytest.mark.slow)])
 def test_a_run_can_start_from_a_models_weights_architecture_and_tokenizer(books, trained, tmp_path, kind):
     """One step at a learning rate of almost 0 leaves the weights unchanged."""

@@ -125,6 +125,7 @@ def test_the_time_to_find_the_pictures_of_a_card_grows_with_its_length(part):
     assert time.monotonic() - started < 2
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(name=names, other=names)
 def test_escaped_words_are_read_as_they_were_written(name, other):

@@ -67,6 +67,7 @@ def test_the_order_of_files_and_the_paths_behind_links_follow_from_names_and_not
     assert identities[0] == identities[1] and sorted(identities[0][1]) == [["1"], ["2"], ["3"], ["4"]]
 
 
+@pytest.mark.slow
 def test_folders_may_be_nested_in_any_depth(tmp_path):
     before = os.getcwd()
     os.chdir(tmp_path)
@@ -172,6 +173,7 @@ def test_a_packed_line_of_half_a_gigabyte_takes_little_memory(tmp_path):
 # Columns without an end
 
 
+@pytest.mark.slow
 def test_rows_with_a_column_each_are_refused_before_they_multiply(tmp_path):
     rows = "".join(json.dumps({"text": "a", f"k{number}": number}) + "\n" for number in range(5000))
     write_files(tmp_path, {"a.jsonl": rows, "a.json": json.dumps([json.loads(row) for row in rows.splitlines()])})

@@ -136,6 +136,7 @@ def test_no_token_is_in_two_segments_and_every_pair_fits(case):
         assert all(pair[f"{side}_end"] <= corpus.ends[pair[f"{side}_document"]][-1] for side in "ab")
 
 
+@pytest.mark.slow
 @given(any_pairs())
 def test_a_row_without_a_label_is_the_only_sentence_of_a_document(case):
     """Or the only pair of the corpus, which has no other to exchange its B with."""
@@ -175,6 +176,7 @@ def shapes_and_labels(corpus, pairs):
     return np.stack([a, b, a + b, *cuts], 1), pairs["next_sentence_label"]
 
 
+@pytest.mark.slow
 @both_pairings
 @pytest.mark.parametrize("objective", ["nsp", "sop"])
 @pytest.mark.parametrize("make", [short_documents, long_documents])

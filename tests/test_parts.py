@@ -55,6 +55,7 @@ def documents(text):
 # One corpus of several parts
 
 
+@pytest.mark.slow
 def test_parts_hold_the_documents_and_tokens_of_their_texts_in_order(parts, texts):
     together, each = prepare(TextConfig(corpus=parts)), [prepare(TextConfig(corpus=[part])) for part in parts]
     whole = prepare(TextConfig(corpus=list(map(str, texts))), load_tokenizer(parts[0]))
@@ -69,6 +70,7 @@ def test_parts_hold_the_documents_and_tokens_of_their_texts_in_order(parts, text
     assert together.corpus_name == "text-0, text-1, text-2, text-3"
 
 
+@pytest.mark.slow
 def test_parts_are_joined_in_their_order_with_their_languages_and_datasets(texts, parts, tmp_path):
     folders = []
     for name, text in (("de", texts[0]), ("en", texts[1])):
@@ -83,6 +85,7 @@ def test_parts_are_joined_in_their_order_with_their_languages_and_datasets(texts
     assert documents(one)[0][: one.train.source_ends[0]] == documents(other)[0][other.train.source_ends[0] :]
 
 
+@pytest.mark.slow
 def test_the_lines_of_a_log_beside_books_are_not_all_that_is_held_out(tmp_path):
     books = {f"book-{number}.txt": "\n\n".join(rows_of(1000 * number, 1000 * number + 400)) for number in (1, 2, 3)}
     write_files(tmp_path, {**books, "notes.log": "\n".join(f"note {number} of a day" for number in range(100))})

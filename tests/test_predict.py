@@ -81,6 +81,7 @@ def classifier(trained, tmp_path_factory):
     return folder / "tuned"
 
 
+@pytest.mark.slow
 def test_texts_in_lines_and_from_a_pipe_are_predicted_as_by_the_pipeline(classifier, tmp_path, monkeypatch):
     texts = [row["text"] for row in rows_of(9, 5)]
     (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n\n")
@@ -138,6 +139,7 @@ def test_no_cell_is_a_formula_for_excel_but_numbers_stay_numbers(tmp_path, cell,
         assert header[0] == (row[0] if column == cell else "a")
 
 
+@pytest.mark.slow
 def test_labels_in_several_columns_are_not_read(trained, tmp_path):
     rows = [
         {"text": row["text"], "anna": int(row["label"] == "anna"), "sold": n % 2}
@@ -421,6 +423,7 @@ def test_a_record_without_a_part_that_its_task_needs_is_refused(task):
         restored_task("m", {**record, "learnt": {**record["learnt"], "columns": {"label_column": ["a"]}}}, config)
 
 
+@pytest.mark.slow
 def test_a_length_that_is_no_multiple_of_8_is_learnt_and_predicted(trained, tmp_path):
     """Rows of 44 tokens, for a model of 44 positions."""
     tokenizer = AutoTokenizer.from_pretrained(trained)

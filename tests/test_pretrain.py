@@ -63,6 +63,7 @@ def test_a_dry_run_times_steps_of_each_length_and_leaves_no_file(books, tmp_path
     assert disk == round(4 * numbers / 1e6)
 
 
+@pytest.mark.slow
 def test_a_run_from_a_trained_model_first_logs_the_figures_of_that_model(books, trained, tmp_path):
     """The held-out pairs and their masks are the same: so are the figures that the model was saved with."""
     options = "--max_seq_length=48 --length_schedule=none --max_steps=2 --eval_steps=1 --mixed_precision=no".split()
@@ -149,6 +150,7 @@ def test_a_run_of_twenty_epochs_that_takes_a_step_more_ends_without_advice_again
 # A run without a pair task has no head for it and no word of it; packed pairs are counted as unpacked ones
 
 
+@pytest.mark.slow
 def test_without_a_pair_objective_there_is_no_head_for_it_and_no_mention_of_it(books, tmp_path_factory, capsys):
     folder = tmp_path_factory.mktemp("single")  # the name of this test has words that may not stand in what is said
     run(books, folder, "--objective=none", "--max_steps=6", "--save_steps=3", "--mixed_precision=no")

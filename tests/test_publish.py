@@ -24,6 +24,7 @@ from d2l_bert.model_cards.publish import hub_errors
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 
 
+@pytest.mark.slow
 def test_no_weights_or_metrics_of_an_earlier_commit_remain_beside_the_new_ones(here, trained, folder):
     for _ in range(2):  # a name without an owner is under the token's account; the same files make no second commit
         assert main(["publish", str(trained), "bert"]) == 0
@@ -41,6 +42,7 @@ def test_no_weights_or_metrics_of_an_earlier_commit_remain_beside_the_new_ones(h
     assert "model.safetensors" not in files and "metrics.json" not in files
 
 
+@pytest.mark.slow
 def test_branch_message_and_pull_request_are_used(here, trained, capsys):
     publish = ["publish", str(trained), "someone/bert"]
     assert main([*publish, "--revision=trial", "--commit_message=Try it"]) == 0
@@ -82,6 +84,7 @@ def test_a_stock_bert_with_a_padded_vocabulary_and_its_pooling_is_published(here
     assert "2_Dense/pytorch_model.bin" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_that_was_downloaded_is_published_under_its_new_name(here, trained, tmp_path, capsys):
     assert main(["publish", str(trained), "someone/bert"]) == 0
     for name, content in published(here).items():
@@ -96,6 +99,7 @@ def test_a_model_that_was_downloaded_is_published_under_its_new_name(here, train
     assert 'from_pretrained("someone/bert"' not in text and 'model="someone/bert"' not in text
 
 
+@pytest.mark.slow
 def test_paths_of_the_start_model_and_the_tokenizer_are_sent_as_names(here, trained, books, tmp_path, monkeypatch):
     out = tmp_path / "further"
     monkeypatch.chdir(trained.parent.parent)

@@ -74,6 +74,7 @@ def sequences_of(micro_batches):
 # Steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pairing", ["segments", "sentences"])
 @pytest.mark.parametrize("objective", ["nsp", "sop", "none"])
 def test_an_epoch_holds_each_pair_once(text, objective, pairing):

@@ -34,6 +34,7 @@ def text(books):
 documents_of_a_store = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=5)
 
 
+@pytest.mark.slow
 @given(
     st.lists(documents_of_a_store, min_size=1, max_size=4),
     st.sampled_from([1, 7, 10**6]),
@@ -86,6 +87,7 @@ def test_a_sample_of_many_small_documents_is_spread_over_all_batches(characters,
     assert gaps.min() >= 0.9 * gaps.max() - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("at_once", "processes"), [(1, 1), (200, 1), (2000, 2), (400_000, 1)])
 def test_tokens_on_disk_are_those_of_the_tokenizer(at_once, processes, text, tmp_path, monkeypatch):
     """A document of many blocks, of a single paragraph, goes on in several sections; others have no token."""
@@ -126,6 +128,7 @@ def test_what_the_cache_keeps_of_a_text_is_kept_apart_by_all_that_it_follows_fro
     assert most > 10 * many
 
 
+@pytest.mark.slow
 def test_ids_of_a_large_vocabulary_are_whole_also_in_joined_stores(tmp_path):
     pieces = [*wordpiece.SPECIAL_TOKENS, *(f"w{number}" for number in range(70_000))]
     tokenizer = BertTokenizer(vocab={piece: index for index, piece in enumerate(pieces)})

@@ -32,6 +32,7 @@ def test_a_run_s_folder_with_links_or_pipes_is_refused(tmp_path, place, kind):
         refuse_foreign_entries(folder)
 
 
+@pytest.mark.slow
 def test_a_fine_tuning_that_goes_on_deletes_nothing_behind_a_link(trained, tmp_path):
     rows = list(rows_of(12, 0))
     options = [*file_options(tmp_path, train=rows), "--validation_share=0", "--max_steps=1", "--task=classification"]

@@ -235,6 +235,7 @@ def test_a_bad_record_of_a_model_that_is_converted_is_said_by_its_own_name(model
     assert ".part" not in run("to bert")[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN", "Infinity"])
 def test_a_number_of_a_record_that_is_not_finite_is_on_no_card(number, model):
     for kind in ("run", "tuned"):
@@ -248,6 +249,7 @@ def test_a_number_of_a_record_that_is_not_finite_is_on_no_card(number, model):
 # Code
 
 
+@pytest.mark.slow
 def test_foreign_code_that_config_json_names_is_neither_kept_nor_published(model):
     folder = model("bert")
     foreign = {"auto_map": {"AutoModel": "other/repo--evil.X"}, "custom_pipelines": {"x": {"impl": "evil.X"}}}
@@ -317,6 +319,7 @@ def test_a_pickle_with_code_is_refused_in_words_that_advise_nobody_to_run_it(mod
 # Sizes and values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -339,6 +342,7 @@ def test_layers_beyond_any_model_s_are_refused_before_a_library_lists_them(model
         assert "num_hidden_layers" in refusal(command)
 
 
+@pytest.mark.slow
 def test_names_of_weights_beyond_any_model_s_are_not_read(model, monkeypatch):
     folder = model("bert")
     empty = {f"w{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(80_000)}
@@ -368,6 +372,7 @@ def test_a_weight_beyond_any_trained_model_s_is_refused_whatever_text_it_is_for(
                 assert "not finite" in refusal(command)
 
 
+@pytest.mark.slow
 def test_a_figure_that_is_not_finite_is_no_figure(model, monkeypatch):
     monkeypatch.setattr(conversion, "LARGEST_WEIGHT", float("inf"))
     for kind in ("run", "bert"):
@@ -384,6 +389,7 @@ def test_whole_numbers_of_a_configuration_are_converted(model):
     assert BertConfig.from_pretrained("OUT").layer_norm_eps == 1
 
 
+@pytest.mark.slow
 def test_a_head_that_is_lost_by_a_conversion_is_said(model):
     edit(model("run") / "config.json", tie_word_embeddings=False)
     _, said, _ = run("to bert")
@@ -399,6 +405,7 @@ def test_a_head_that_is_lost_by_a_conversion_is_said(model):
     assert "left out" not in run("to bert")[1]
 
 
+@pytest.mark.slow
 def test_an_encoder_without_heads_gets_fresh_ones_as_before(model):
     folder = model("bert")
     config = BertConfig.from_pretrained(folder)
@@ -849,6 +856,7 @@ def test_a_setting_that_is_there_is_followed(tmp_path):
     assert stock_tokenizer(str(tmp_path)).tokenize("Orla") == ["orl", "##a"]
 
 
+@pytest.mark.slow
 def test_a_model_of_one_segment_reads_pairs_without_segments(model):
     folder = model("bert")
     config = BertConfig.from_pretrained(folder, type_vocab_size=1)
