@@ -36,6 +36,7 @@ for number, handler in (
         signal.signal(number, handler)
 
 import pytest  # noqa: E402
+from accelerate.utils import memory  # noqa: E402
 from huggingface_hub import constants  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from local_hub import TOKEN, LocalHub  # noqa: E402
@@ -48,6 +49,10 @@ from d2l_bert.training import log  # noqa: E402
 
 # Each run measures the CPU's peak for some tenths of a second; for tests a hundredth does.
 log.matmul_peak = functools.partial(log.matmul_peak, seconds=0.01)
+
+
+# Trainer collects garbage before each run, through Accelerate, which takes a fifth of the time of a small fine-tuning.
+memory.gc = SimpleNamespace(collect=lambda: 0)
 
 
 def drawn_once(draw):

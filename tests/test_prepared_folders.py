@@ -100,7 +100,7 @@ def set_numbers(name, place, value):
         (set_numbers("document_starts", 2, 2**63 - 1), "ascend"),
         (set_numbers("document_starts", -1, 2**40), "number of sentences"),
         (set_numbers("words_before", 2, 2**50), "descends"),
-        (set_numbers("words_before", -1, 2**62), "more than its characters"),
+        (set_numbers("words_before", -1, 2**62), "too many for its characters"),
     ],
 )
 def test_numbers_that_point_nowhere_are_refused_although_the_hashes_fit(tokens, change, said, fails):

@@ -530,14 +530,19 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("what", RULES)
-def test_a_hostile_tokenizer_is_refused_in_one_line_and_at_once(what, model, capfd):
-    folder = model("bert")
+def change_rules(folder, changes):
+    """Write values into tokenizer.json, by their places: the entry, or its part and the entry."""
     content = json.loads((folder / "tokenizer.json").read_text())
-    for place, value in RULES[what].items():
+    for place, value in changes.items():
         part, _, entry = place.rpartition(".")
         (content[part] if part else content)[entry] = value
     (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("what", RULES)
+def test_a_hostile_tokenizer_is_refused_in_one_line_and_at_once(what, model, capfd):
+    folder = model("bert")
+    change_rules(folder, RULES[what])
     edit(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
     for command in ("fill-mask", "embed", "evaluate", "finetune", "from bert"):
         refusal(command)
@@ -605,11 +610,7 @@ COSTLY = {
 @pytest.mark.parametrize("what", COSTLY)
 def test_a_tokenizer_that_costs_much_is_refused_before_a_library_reads_it(what, model, monkeypatch):
     folder = model("bert")
-    content = json.loads((folder / "tokenizer.json").read_text())
-    for place, value in COSTLY[what].items():
-        part, _, entry = place.rpartition(".")
-        (content[part] if part else content)[entry] = value
-    (folder / "tokenizer.json").write_text(json.dumps(content))
+    change_rules(folder, COSTLY[what])
     monkeypatch.setattr(model_files, "Tokenizer", None)  # nothing is made of it
     for command in ("fill-mask", "from bert"):
         said = refusal(command)

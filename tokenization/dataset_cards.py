@@ -100,7 +100,7 @@ def _check_configuration(configuration, is_of_folder):
 
 
 def _is_of_a_reader(option):
-    """Whether a reader of the library has an option of this name; the library leaves out others."""
+    """Whether one of the library's readers has an option of this name: the library ignores entries that none has."""
     from datasets import load, packaged_modules
 
     readers = [load.import_main_class(module) for module, _ in packaged_modules._PACKAGED_DATASETS_MODULES.values()]

@@ -11,6 +11,7 @@ from transformers import BertTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from d2l_bert.messages import UserError, reading_model, refuse_first
 from d2l_bert.tokenization.model_files import (
+    BERT_ROLES,
     check_tokenizer_rules,
     check_within,
     find_file,
@@ -29,9 +30,6 @@ from d2l_bert.tokenization.wordpiece import (
 
 
 logger = logging.getLogger(__name__)
-
-# The special tokens of BERT by their roles.
-ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 
 # The files of a tokenizer's vocabulary, of which each model has one or the other.
 VOCABULARY_FILES = (
@@ -177,8 +175,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
                 )
             }
         )
-        missing = [role.removesuffix("_token") for role in ROLES if getattr(tokenizer, f"{role}_id") is None]
-        tokens = [token for role in ROLES if (token := getattr(tokenizer, role)) is not None]
+        missing = [role.removesuffix("_token") for role in BERT_ROLES if getattr(tokenizer, f"{role}_id") is None]
+        tokens = [token for role in BERT_ROLES if (token := getattr(tokenizer, role)) is not None]
         # One that is between brackets or the like, as all special tokens of stock models are, is no word of a text.
         words = [token for token in tokens if not re.fullmatch(r"[^\w\s#].+[^\w\s]", token)]
         refuse_first(

@@ -181,8 +181,9 @@ class TokenizerSettings(TypedDict, total=False):
     added_tokens_decoder: dict[str, dict]
 
 
-# The entries that name a token by its role.
-ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# The entries that name a token by its role: those of BERT, and those of others.
+BERT_ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+ROLES = (*BERT_ROLES, "bos_token", "eos_token")
 
 # Arguments of a tokenizer's class that name files, or come before all others: no saved tokenizer has them.
 FOREIGN_ARGUMENTS = ("vocab", "merges", "init_inputs", "tokenizer_object", "gguf_file")

@@ -48,6 +48,9 @@ PREPARED_FORMAT = 6
 # Characters of the names of a text's sources, of which there may be thousands, in messages and records.
 MOST_NAMES = 200
 
+# So many characters, each of which may be a word, Unicode's normalization makes of one at most (of U+FDFA).
+MOST_OF_A_CHARACTER = 18
+
 STORES = ("train", "held_out")  # the folders of the token stores, and the names of the corpora in `PreparedText`
 STORE_FILES = (*(f"{name}.bin" for name in ARRAYS), STORE_FILE)
 
@@ -490,8 +493,8 @@ def _check_stores(text, record, check_whole):
     if np.isin(text.held_out.hashes, text.train.hashes).any():
         raise ValueError("a document of held_out stands in train, too")
     words = int(text.train.words_before[-1]) + int(text.held_out.words_before[-1])
-    if words > text.reading.get("characters", 0):
-        raise ValueError(f"the text is said to have {words:,} words, which are more than its characters")
+    if words > MOST_OF_A_CHARACTER * text.reading.get("characters", 0):
+        raise ValueError(f"the text is said to have {words:,} words, which are too many for its characters")
     recorded = record["counts"]
     for name, value in text.counts().items():
         if name.startswith((*STORES, "corpus_fingerprint")) and value != recorded.get(name):

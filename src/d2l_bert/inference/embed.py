@@ -202,15 +202,13 @@ def vectors_of(encodings: list, model, tokenizer, config: EmbedConfig) -> torch.
 def _vector_in(row: dict, size: int, place: str) -> torch.Tensor:
     """The vector (H,) that a row of a table has already; raises `UserError` if it is not `size` finite numbers."""
     with messages.explained(
-        f"{place}: column {VECTOR!r} holds no vectors of {size} numbers, as this model's are",
+        f"{place}: column {VECTOR!r} holds no vectors of {size} finite numbers, as those of this model are",
         "rename the column, or compute the vector anew",
         *(ValueError, TypeError, OverflowError),
     ):
         vector = torch.tensor(row.get(VECTOR), dtype=torch.float32)
-        if vector.shape != (size,):
-            raise ValueError(f"it holds {vector.numel():,}")
-        if not vector.isfinite().all():
-            raise ValueError("one is not finite")
+        if vector.shape != (size,) or not vector.isfinite().all():
+            raise ValueError(f"{vector.tolist()!s:.50}")
         return vector
 
 
@@ -265,16 +263,3 @@ def vector_file(output: Path, size: int) -> Iterator[Callable[[pa.Table | None, 
                 writer.write_table(table)
 
             yield append
-
-
-def _vector_in(row, size, place):
-    """The vector (H,) that a row of a table has already; raises `UserError` if it is not `size` finite numbers."""
-    with messages.explained(
-        f"{place}: column {VECTOR!r} holds no vectors of {size} finite numbers, as those of this model are",
-        "rename the column, or compute the vector anew",
-        *(ValueError, TypeError, OverflowError),
-    ):
-        vector = torch.tensor(row.get(VECTOR), dtype=torch.float32)
-        if vector.shape != (size,) or not vector.isfinite().all():
-            raise ValueError(f"{vector.tolist()!s:.50}")
-        return vector
