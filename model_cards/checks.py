@@ -206,7 +206,7 @@ def check_onnx(folder: Path) -> None:
         with explained(f"{file}: cannot be checked", f"{again}; pip install 'd2l-bert[onnx]'", Exception):
             model, *_ = export.read_for_task(str(folder), metrics["export"]["task"])
             difference = conversion.largest_difference(model, export.OnnxModel(file, model.config))
-            # What int8 changes was measured at the export; another processor may round otherwise, so twice that passes.
+            # What int8 changes was measured at the export; another processor may round otherwise: twice that passes.
             bound = 1e-3 if name == export.FLOAT else 2 * metrics["export"]["files"][name]["difference"]
         if not difference <= bound:
             raise UserError(f"{file}: its outputs differ from the model's by {difference:.1e}; {again}")
