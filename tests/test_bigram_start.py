@@ -159,6 +159,7 @@ def test_where_neighbours_tell_nothing_the_start_is_left_out(tmp_path, capsys):
     assert "left out" in capsys.readouterr().err and first == second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sentences", [20, 60])
 def test_a_text_of_some_sentences_is_trained_on(sentences, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("".join(f"A sentence of number {number}.\n" for number in range(sentences)))

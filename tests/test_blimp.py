@@ -139,6 +139,7 @@ def test_a_paradigm_under_two_phenomena_is_refused(trained, tmp_path, fails):
     assert "line 2: 'own' belongs to 'binding' here, and to 'agreement' before" in line
 
 
+@pytest.mark.slow
 def test_only_pairs_of_its_paradigms_are_blimp(trained, tmp_path, capsys):
     """67 paradigms under 13 phenomena, as in the released models' figures; of each there are 1,000 pairs."""
     assert len(PHENOMENON_OF) == 67

@@ -51,6 +51,7 @@ def put_link(path):
     path.parent.parent.joinpath("elsewhere").write_bytes(b"other")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", [fill, cut, change_unseen, put_link, os.unlink])
 def test_a_file_of_the_cache_that_has_changed_is_made_anew_with_the_same_result(harm, books, home, tmp_path, capsys):
     def prepared(name):

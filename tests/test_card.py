@@ -243,6 +243,7 @@ def card_figures(folder):
     return {result.metric_name: result.metric_value for result in card.data.eval_results or []}, rows, card.text
 
 
+@pytest.mark.slow
 def test_the_command_updates_a_runs_folder_which_can_be_published(folder, tmp_path):
     texts = write_books(tmp_path / "others", count=3, seed=5)
     pairs = write_pairs(tmp_path / "pairs", names=OF_BLIMP, phenomena=("binding", "island_effects"))
@@ -263,6 +264,7 @@ def test_the_command_updates_a_runs_folder_which_can_be_published(folder, tmp_pa
     assert "nyu-mll/blimp" in (folder / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_pairs_of_ones_own_are_never_called_blimp(folder, tmp_path):
     pairs = write_pairs(tmp_path / "own *pairs*")
     assert main(["evaluate", str(folder), f"--blimp={pairs}", "--update_card"]) == 0

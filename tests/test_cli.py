@@ -30,6 +30,7 @@ def test_a_failed_resume_overwrites_nothing(fails, books, trained, tmp_path):
     assert (other / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_options_may_be_written_with_dashes_instead_of_underscores(books, tmp_path):
     options = ["--max-steps=1", f"--output-dir={tmp_path / 'out'}", *(option.replace("_", "-") for option in SMALL)]
     assert main(["pretrain", f"--corpus={books}", *options]) == 0

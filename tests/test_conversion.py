@@ -79,6 +79,7 @@ def test_every_head_of_stock_bert_survives_both_conversions_bit_for_bit(head, op
             assert getattr(back.config, name) == getattr(ours.config, name) == getattr(bert.config, name), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drop", "becomes"),
     [
@@ -146,6 +147,7 @@ def test_weights_of_numbers_that_are_no_weights_are_refused(kind, name, tmp_path
                 read_model(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_whole_numbers_that_are_no_weights_are_passed_over(tmp_path):
     """Transformers 3 saved the numbers of positions."""
     bert = stock("ForPreTraining")

@@ -109,6 +109,7 @@ def test_rows_have_every_line_end(tmp_path):
     assert texts(file_source(tmp_path, documents="line")) == [["One."], ["Two."], ["Three."], ["Four."]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -163,6 +164,7 @@ either_way = pytest.mark.parametrize("streaming", [False, True], ids=["whole", "
 ROWS = [{"n": n, "text": f"Row {n}.\n\nIts end." if n % 3 else None} for n in range(3000)]
 
 
+@pytest.mark.slow
 @either_way
 @pytest.mark.parametrize("name", ["train.jsonl", "train.parquet", "train.csv"])
 def test_a_streamed_dataset_is_read_like_a_downloaded_one(name, streaming, tmp_path):

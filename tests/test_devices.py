@@ -276,6 +276,7 @@ def host():
         transformers_logging.disable_progress_bar()
 
 
+@pytest.mark.slow
 def test_a_run_leaves_the_settings_of_its_host_unchanged(job, host):
     before = copy.copy(host())
     pretrain(*job)

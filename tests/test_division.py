@@ -383,6 +383,7 @@ def test_a_long_text_without_full_stops_is_cut_in_each_window_and_loses_nothing(
     assert counts[CUT] == -(-700_000 // SPLIT_CHARACTERS)
 
 
+@pytest.mark.slow
 def test_a_long_paragraph_is_split_in_windows_as_it_is_split_whole(monkeypatch):
     """Its time grows with the square of the length where quotes are open, so it gets short windows alone."""
     rng = random.Random(5)

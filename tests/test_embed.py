@@ -99,6 +99,7 @@ def test_a_parquet_file_holds_each_text_beside_its_vector(encoders, texts, tmp_p
     assert table.schema.field("vector").type.list_size == 24
 
 
+@pytest.mark.slow
 def test_a_parquet_file_keeps_the_columns_of_a_table(encoders, tmp_path, fails, monkeypatch):
     (tmp_path / "rows.csv").write_text("id,text,note\n007,the crane,a\n008,a crane,\n")
     embed(str(encoders / "ours"), str(tmp_path / "rows.csv"), EmbedConfig(output=str(tmp_path / "rows.parquet")))
@@ -124,6 +125,7 @@ def test_what_parquet_has_no_form_for_is_said_before_any_work(cell, encoders, tm
     assert "has empty objects" in line and not (tmp_path / "out.parquet").exists()
 
 
+@pytest.mark.slow
 def test_objects_with_names_of_their_own_make_no_parquet_file(encoders, tmp_path, fails):
     rows = [{"text": "a", "x": {f"key {number}": 1}} for number in range(4097)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -211,6 +213,7 @@ def test_equal_lines_are_equally_near(encoders, tmp_path):
     assert len({cosine for cosine, _ in found}) == 1 and not np.isnan(found[0][0])
 
 
+@pytest.mark.slow
 def test_an_error_in_the_middle_leaves_no_file(encoders, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "GROUP_CHARACTERS", 500 * 256)
     (tmp_path / "late.txt").write_bytes(b"the crane\n" * 2000 + "Zürich".encode("latin-1"))

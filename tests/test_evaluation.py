@@ -119,6 +119,7 @@ def test_held_out_documents_are_refused_where_they_are_not_those_of_the_run(trai
         assert f"error: {model}: " in said and words in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("auto_class", "command", "others"),
     [
@@ -224,6 +225,7 @@ def test_scores_are_those_of_a_loop_over_each_line(reader, tmp_path, capsys, apa
         assert unknown == pytest.approx(of_unknown / max(1, tokens + of_unknown), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_rows_of_a_table_are_scored_and_nothing_else_stands_beside_them(reader, tmp_path, capsys, fails):
     (tmp_path / "rows.csv").write_text('message\n"The valley\nwas old."\n""\n')  # an empty cell keeps its row
     options = [f"--line_scores={tmp_path / 'rows.csv'}", "--text_column=message"]

@@ -130,6 +130,7 @@ def test_a_model_without_the_head_of_a_task_is_refused_with_a_task_that_it_has(h
 # Stock BERT is an output like any other
 
 
+@pytest.mark.slow
 def test_a_model_converted_to_stock_bert_keeps_its_card_and_is_published(trained, tmp_path, capsys):
     folder = tmp_path / "stock"
     card = Path(shutil.copytree(trained, tmp_path / "run"), "README.md")

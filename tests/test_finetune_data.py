@@ -329,6 +329,7 @@ def test_an_option_that_the_rows_give_no_effect_is_refused(task, rows, option, w
     assert word in line and "leave it out" in line and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", ["7" * 5000, "y" * 5000], ids=["digits", "letters"])
 def test_a_label_of_thousands_of_characters_is_shortened_in_a_message(label, trained, tmp_path, fails):
     rows = [{"text": f"a {number}", "label": label} for number in range(4)]

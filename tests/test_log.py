@@ -136,6 +136,7 @@ def test_rows_that_the_log_has_lost_are_said(start, caplog):
         start(step=20).speed()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(psutil.Process().memory_info(), "shared"), reason="the system does not tell them apart"
 )

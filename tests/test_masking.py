@@ -117,6 +117,7 @@ def texts(draw):
     return tokens, words, rng
 
 
+@pytest.mark.slow
 @given(texts(), st.floats(0, 1, exclude_min=True), st.sampled_from(["whole_word", "span"]))
 def test_a_words_pieces_are_chosen_together_and_the_number_of_words_is_right(text, probability, masking):
     tokens, words, rng = text  # `words` is -1 at [CLS] and [SEP]
@@ -128,6 +129,7 @@ def test_a_words_pieces_are_chosen_together_and_the_number_of_words_is_right(tex
     np.testing.assert_array_equal(masked[~chosen], tokens[~chosen])
 
 
+@pytest.mark.slow
 def test_spans_have_the_lengths_of_spanbert():
     rng = np.random.default_rng(3)
     tokens = rng.integers(5, 1000, (1000, 2000))

@@ -87,6 +87,7 @@ def test_the_windows_of_an_epoch_hold_each_sentence_once(case, is_weighted, stre
 # Pairs after a cursor
 
 
+@pytest.mark.slow
 def test_pairs_are_taken_from_window_to_window_and_have_masks_of_their_own(corpus):
     """Also after a cursor that stands behind the last pair of a window, and without a look at what is before it."""
     with small(300, 4):

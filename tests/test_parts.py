@@ -177,6 +177,7 @@ def test_parts_that_train_on_all_held_out_documents_of_each_other_are_refused(tm
         prepare(TextConfig(corpus=[str(first), str(second)]))
 
 
+@pytest.mark.slow
 def test_a_part_that_is_damaged_is_not_joined_and_leaves_nothing_in_the_cache(parts, tmp_path, monkeypatch):
     """Its size is as it was: a run of this part alone would not see it."""
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
@@ -191,6 +192,7 @@ def test_a_part_that_is_damaged_is_not_joined_and_leaves_nothing_in_the_cache(pa
     assert whole[0] == whole[1] + whole[2]
 
 
+@pytest.mark.slow
 def test_the_unknown_share_of_joined_parts_is_that_of_all_held_out_text(tmp_path):
     """The second part is written in letters that the tokenizer of the first lacks."""
     rows = rows_of(0, 60)
@@ -232,6 +234,7 @@ def test_a_part_that_does_not_fit_is_refused_by_name(options, words, parts, text
 # The files of a folder
 
 
+@pytest.mark.slow
 def test_a_run_notices_files_of_another_size_and_changed_small_files(parts, tmp_path, fails):
     folder, out = shutil.copytree(parts[0], tmp_path / "tokens"), tmp_path / "out"
     options = [option for option in SMALL if not option.startswith("--vocab_size")]

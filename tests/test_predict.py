@@ -293,6 +293,7 @@ def test_cells_that_spreadsheets_compute_get_an_apostrophe(classifier, tmp_path)
     assert [row["=x"] for row in read_csv(predict(classifier, file, tmp_path / "plain.csv"))] == CELLS
 
 
+@pytest.mark.slow
 def test_the_tokens_that_are_read_of_a_long_text_are_those_of_the_whole(trained):
     tokenizer = AutoTokenizer.from_pretrained(trained)
     plain, rng = long_texts.without_limits(tokenizer.backend_tokenizer), random.Random(0)

@@ -205,6 +205,7 @@ def test_a_loss_is_told_from_that_of_frequencies(loss, said):
     assert said in line and bool(said) == bool(line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate, has_collapsed", [("1e-3", False), ("1", True)])
 def test_a_run_whose_encoder_has_collapsed_says_so_at_its_end_and_on_its_card(
     rate, has_collapsed, books, tmp_path, capsys

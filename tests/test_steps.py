@@ -133,6 +133,7 @@ def test_a_step_of_shorter_pairs_has_as_many_tokens_also_where_lengths_do_not_di
 # Loader
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [20, 50, 69])
 def test_a_resumed_run_goes_on_from_the_cursor_of_the_step_before_and_lays_out_nothing_before_it(
     text, monkeypatch, step

@@ -108,6 +108,7 @@ def test_tokens_on_disk_are_those_of_the_tokenizer(at_once, processes, text, tmp
     assert corpus.source_ends == [19, 19 + 17]
 
 
+@pytest.mark.slow
 def test_what_the_cache_keeps_of_a_text_is_kept_apart_by_all_that_it_follows_from(text, books, tmp_path):
     assert len({prepare_text([file_source(books)], language, tmp_path) for language in ("en", "zh")}) == 2
     part = TextStore(prepare_text([file_source(books)], "en", tmp_path)).part()
@@ -150,6 +151,7 @@ RULES = [
 ]
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(), max_size=5), st.sampled_from(RULES))
 def test_tokenizing_word_by_word_equals_tokenizing_the_sentence(sentences, rules):
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abc[]é你.,0", *(f"##{piece}" for piece in "abcé0")]
@@ -182,6 +184,7 @@ def test_words_are_those_of_the_tokenizer_where_that_is_asked_for():
 # The split
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(st.one_of(st.integers(1, 30), st.integers(500, 2000)), st.integers(1, 3)), min_size=4, max_size=60

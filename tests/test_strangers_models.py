@@ -204,6 +204,7 @@ def test_a_folder_of_onnx_files_that_is_a_link_is_not_read(model):
     assert "link that leads out" in refusal("publish")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["/dev/zero", "../secret", "../bert/model.safetensors", "gone.safetensors", 5])
 def test_weights_that_an_index_names_lie_in_the_folder(place, model):
     folder = model("run")
@@ -226,6 +227,7 @@ def test_an_index_without_metadata_which_transformers_needs_is_said(model):
     assert run("embed")[0] == 0
 
 
+@pytest.mark.slow
 def test_a_bad_record_of_a_model_that_is_converted_is_said_by_its_own_name(model):
     for content in ('{"run": 5}', '{"run": {"language": "en", "learning_rate": 1e400}, "data": {}}'):
         (model("run") / "run_config.json").write_text(content)
@@ -274,6 +276,7 @@ def test_an_adapter_that_names_another_model_is_refused(model):
         assert "adapter" in refusal(command)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ["vocab", "merges", "init_inputs"])
 def test_a_tokenizer_reads_no_file_that_its_settings_name(entry, model):
     edit(
@@ -284,6 +287,7 @@ def test_a_tokenizer_reads_no_file_that_its_settings_name(entry, model):
         assert entry in refusal(command)
 
 
+@pytest.mark.slow
 def test_modules_of_sentence_transformers_name_no_other_code_and_no_other_folder(model):
     folder = model("bert")
     for wrong in (
@@ -656,6 +660,7 @@ TEMPLATES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", TEMPLATES)
 def test_a_tokenizer_that_makes_other_inputs_than_an_encoder_reads_is_refused(what, model):
     folder, rules = model("run"), None
@@ -874,6 +879,7 @@ def test_a_model_of_one_segment_reads_pairs_without_segments(model):
 # Control characters
 
 
+@pytest.mark.slow
 def test_control_characters_of_a_vocabulary_and_of_lines_are_not_sent_to_the_terminal(model):
     folder = model("run")
     content = (folder / "tokenizer.json").read_text().replace('"anna"', '"\\u001b[31manna\\u202e"')
@@ -961,6 +967,7 @@ def damage_and_run(seed, model):
     return "" if is_right and is_quiet else f"seed {seed}: {kind}, {name}, {command}: {code} {err[-600:]}"
 
 
+@pytest.mark.slow
 def test_any_damage_of_a_record_gives_one_line_and_writes_nothing(model):
     found = [damage_and_run(seed, model) for seed in range(25)]
     assert not [*filter(None, found)]

@@ -319,6 +319,7 @@ def test_archives_and_documents_are_named_as_what_they_are(name, tmp_path):
         assert name in str(refused.value) and "iconv" not in str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])
 def test_large_rows_are_not_held_together(name, tmp_path):
     write_table(tmp_path / name, [{"text": f"{number} " * 33_000} for number in range(10, 99)] * 2)

@@ -70,6 +70,7 @@ def test_what_a_killed_process_left_is_deleted_by_the_next_one(tmp_path, name):
     assert [path.name for path in tmp_path.rglob("*")] == [name, "whole"]
 
 
+@pytest.mark.slow
 def test_a_small_file_that_two_write_at_nearly_the_same_time_is_written_twice(tmp_path):
     in_block, done = threading.Event(), []
 
@@ -90,6 +91,7 @@ def test_a_small_file_that_two_write_at_nearly_the_same_time_is_written_twice(tm
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
 
 
+@pytest.mark.slow
 def test_figures_that_two_processes_add_to_one_folder_are_all_kept(tmp_path):
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# A card\n")
 
