@@ -2,14 +2,17 @@
 
 import contextlib
 import json
+import math
 import os
 import signal
 
 import pytest
+import torch
 from conftest import SMALL
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from d2l_bert.__main__ import main
+from d2l_bert.modeling.modeling_d2l_bert import D2lBertPreTrainedModel
 
 
 def run(books, folder, *options):
@@ -39,3 +42,38 @@ def steps_counted(sigterm_at=None):
         yield taken
     finally:
         hook.remove()
+
+
+@contextlib.contextmanager
+def forward_passes(hook):
+    """Within the block, `hook(model, outputs)` is called after each pass of a model with a head, on any batch."""
+
+    def call(module, inputs, outputs):
+        if isinstance(module, D2lBertPreTrainedModel) and "loss" in outputs:
+            hook(module, outputs)
+
+    handle = torch.nn.modules.module.register_module_forward_hook(call)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def spoilt_step(number, taken=0):
+    """Within the block, the loss and the gradient of one step are not finite: the run skips that step.
+
+    Args:
+        number: the step, of one micro-batch as all the others.
+        taken: how many steps the run had taken before, if it is resumed.
+    """
+    passes = [None] * taken
+
+    def spoil(model, outputs):
+        if model.training:
+            passes.append(None)
+            if len(passes) == number:
+                outputs.loss = outputs.loss * math.nan
+
+    with forward_passes(spoil):
+        yield

@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 from conftest import SMALL
 from promises.driving import command, end, read_json, start, wait_for, weights_of
-from runs import log_rows, run, steps_counted
+from runs import log_rows, run, spoilt_step, steps_counted
 
 from d2l_bert.__main__ import main
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
-from d2l_bert.training import checkpoint
+from d2l_bert.training import checkpoint, devices, run_folder
 from d2l_bert.training.checkpoint import folder_name, word_marks
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data.batches import words_in
 from d2l_bert.training.data.order import EpochPairs
+from d2l_bert.training.log import RunLog
 from d2l_bert.training.optimizer import Learner
 from d2l_bert.training.pretrain import StopSignals
 
@@ -137,6 +138,75 @@ def test_whenever_a_signal_comes_the_last_step_taken_is_saved(books, monkeypatch
     assert saved.name == f"checkpoint-{log_rows(tmp_path)[-1]['step']}"
 
 
+# In each of these runs step 2 is skipped.
+SKIPPING = [*SMALL, "--mixed_precision=no", "--license=mit", "--max_steps=4", "--logging_steps=1", "--eval_steps=4"]
+
+
+@pytest.fixture(scope="module")
+def skipping(books, tmp_path_factory):
+    """The folder of a run that skips step 2 and is never stopped, with checkpoints at steps 1, 3 and 4."""
+    folder = tmp_path_factory.mktemp("skipping") / "out"
+    with spoilt_step(2):
+        run(books, folder, *SKIPPING, "--save_steps=1", "--save_total_limit=9")
+    assert [path.name for path in checkpoint.checkpoints(folder)] == [f"checkpoint-{step}" for step in (1, 3, 4)]
+    return folder
+
+
+def test_a_run_stopped_after_a_skipped_step_goes_on_to_the_bytes_of_one_that_was_not_stopped(
+    skipping, books, tmp_path
+):
+    """The signal comes in step 3, the second that is taken."""
+    words = ["pretrain", "--corpus", books, "--output_dir", tmp_path, *SKIPPING, "--save_steps=4"]
+    with spoilt_step(2), steps_counted(sigterm_at=2):
+        assert command(*words) == 143
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-3"]
+    assert command(*words, "--resume_from_checkpoint=latest") == 0
+    for step in (3, 4):
+        for name in ("model.safetensors", "optimizer.safetensors", "training_state.json"):
+            place = f"checkpoint-{step}/{name}"
+            assert (tmp_path / place).read_bytes() == (skipping / place).read_bytes(), place
+    for rows in zip(log_rows(tmp_path), log_rows(skipping), strict=True):
+        one, other = ({name: row[name] for name in row if "loss" in name or name == "skipped_steps"} for row in rows)
+        assert one == other
+    assert read_json(tmp_path / "metrics.json")["train_skipped_steps"] == 1
+
+
+def test_no_checkpoint_is_saved_by_a_signal_in_a_skipped_step(skipping, books, tmp_path, monkeypatch):
+    """The run goes on from the checkpoint before, and skips the step again."""
+    words = ["pretrain", "--corpus", books, "--output_dir", tmp_path, *SKIPPING, "--save_steps=1"]
+    shutil.copytree(skipping / "checkpoint-1", tmp_path / "checkpoint-1")
+    for name in ("run_config.json", "training_log.jsonl"):
+        shutil.copy(skipping / name, tmp_path)
+    add_step = RunLog.add_step
+
+    def stop_after_it(log, *arguments):
+        add_step(log, *arguments)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch, spoilt_step(2, taken=1):
+        patch.setattr(RunLog, "add_step", stop_after_it)
+        assert command(*words, "--resume_from_checkpoint=latest") == 143
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-1"]
+
+
+def test_signals_are_caught_until_the_last_checkpoint_is_saved_and_no_longer(books, tmp_path, monkeypatch):
+    """Nor while the finished folder is written and while processes part."""
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def noting(name, function):
+        def call(*arguments, **options):
+            seen.append((name, signal.getsignal(signal.SIGTERM) != before))
+            return function(*arguments, **options)
+
+        return call
+
+    for module, name in ((checkpoint, "write_checkpoint"), (run_folder, "finish_folder"), (devices, "shut_down")):
+        monkeypatch.setattr(module, name, noting(name, getattr(module, name)))
+    run(books, tmp_path, *SMALL, "--max_steps=1", "--save_words=1")
+    assert seen == [("write_checkpoint", True), ("finish_folder", False), ("shut_down", False)]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 @pytest.mark.slow
 def test_a_second_interrupt_does_not_wait_for_the_step(books, tmp_path):
     """Each step takes ten seconds more; a Ctrl-C between two of them would end the run at once."""
@@ -212,3 +282,23 @@ def test_the_weights_are_those_of_the_step_that_reached_the_words(books, tmp_pat
     assert "chck_9, chck_99M not saved" in capsys.readouterr().err
     for seen in whole.glob("chck_*/words_seen.json"):
         assert (stopped / seen.relative_to(whole)).read_text() == seen.read_text()
+
+
+def test_words_that_are_reached_in_a_skipped_step_save_the_weights_of_the_step_after_it(skipping, books, tmp_path):
+    """The words of a skipped step count: the run has read them, and goes on behind them."""
+    seen = {step: read_json(skipping / f"checkpoint-{step}" / checkpoint.STATE_FILE)["words_seen"] for step in (1, 3)}
+    with spoilt_step(2):
+        run(books, tmp_path, *SKIPPING, f"--save_words={int(seen[1]) + 1}")
+    (saved,) = tmp_path.glob("chck_*")
+    counts = {"words": int(seen[1]) + 1, "step": 3, "words_seen": seen[3]}
+    assert read_json(saved / "words_seen.json") == counts
+    weights = (skipping / "checkpoint-3" / "model.safetensors").read_bytes()
+    assert (saved / "model.safetensors").read_bytes() == weights != weights_of(skipping)
+
+
+def test_the_words_of_a_run_are_those_of_its_steps_also_of_a_skipped_one(skipping, books, tmp_path):
+    run(books, tmp_path, *SKIPPING, "--save_steps=1", "--save_total_limit=9")
+    for step in (1, 3, 4):
+        of_runs = [read_json(folder / f"checkpoint-{step}" / checkpoint.STATE_FILE) for folder in (skipping, tmp_path)]
+        assert of_runs[0]["words_seen"] == of_runs[1]["words_seen"] > 0
+    assert read_json(skipping / "metrics.json")["train_words_seen"] == of_runs[0]["words_seen"]

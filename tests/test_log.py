@@ -4,6 +4,8 @@ import ctypes
 import errno
 import itertools
 import math
+import os
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,12 +14,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import SIZES
-from runs import log_rows
+from runs import forward_passes, log_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.flop_counter import FlopCounterMode
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining
+from d2l_bert.__main__ import main
 from d2l_bert.messages import UserError
+from d2l_bert.records import read_record
 from d2l_bert.training import log
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.devices import matmul_peak
@@ -90,6 +94,34 @@ def test_speed_is_arithmetic_and_tokens_divided_by_the_time_of_training_alone(st
     assert (speed["train_seconds"], speed["train_pairs_per_second"], speed["train_tokens_per_second"]) == (6, 1.5, 30)
     assert speed["train_padding_share"] == pytest.approx(0.25) and speed["train_data_wait_share"] == 1 / 6
     assert speed["train_mfu"] == pytest.approx(share)
+
+
+def test_evaluations_and_saves_are_no_training_time(trained, books, tmp_path, monkeypatch):
+    """A clock on which a step takes a minute more than it does, and an evaluation and a flushed file an hour each."""
+    late = SimpleNamespace(seconds=0)
+    for clock in (time.monotonic, time.perf_counter):
+        monkeypatch.setattr(time, clock.__name__, lambda clock=clock: clock() + late.seconds)
+
+    def pass_slowly(model, outputs):
+        late.seconds += 60 if model.training else 3600
+
+    def flush_slowly(file, flush=os.fsync):
+        late.seconds += 3600
+        flush(file)
+
+    monkeypatch.setattr(os, "fsync", flush_slowly)
+    options = [f"--corpus={books}", f"--output_dir={tmp_path}", f"--init_from={trained}", "--license=mit"]
+    options += ["--max_seq_length=48", "--global_batch_size=8", "--max_eval_pairs=8", "--max_steps=3"]
+    options += ["--logging_steps=1", "--eval_steps=1", "--save_steps=2"]
+    with forward_passes(pass_slowly):
+        assert main(["pretrain", *options]) == 0
+    assert late.seconds > 6 * 3600
+    metrics = read_record(tmp_path / "metrics.json")
+    rows = [row for row in log_rows(tmp_path) if "seconds" in row]
+    assert [row["seconds"] // 60 for row in rows] == [1, 1, 1] and 180 <= metrics["train_seconds"] < 240
+    assert rows[0]["seconds_left"] == pytest.approx(120, abs=30)
+    tokens = sum(row["tokens_per_second"] * row["seconds"] for row in rows)
+    assert metrics["train_tokens_per_second"] == pytest.approx(tokens / metrics["train_seconds"])
 
 
 def test_a_row_leaves_steps_out_that_were_skipped_or_had_no_token_to_predict(start):

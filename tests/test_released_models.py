@@ -259,6 +259,7 @@ def test_a_model_is_recorded_made_again_to_the_byte_and_published(root, given, t
     git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
     head = subprocess.run(git, capture_output=True, text=True).stdout.strip()  # nothing outside of a checkout
     assert (record["commit"] or "") == head
+    assert list(record) == [name for name in read_record(RECORDED[0] / "release.json") if name in record]
     assert record["weights_sha256"] in card and "## Make it again" in card and "## Reproduce it" not in card
     assert "A model of the tests." in card and "two models of seeds 4 and 5" in (place / "release.json").read_text()
     assert f"make release MODEL={NAME} BOOKS=DIR\n" in card and "| MLM loss on valid |" in card
