@@ -1,6 +1,7 @@
 """`PublishConfig`: the options of `d2l-bert publish`; the licences that the Hub knows."""
 
 import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from d2l_bert.messages import UserError
@@ -42,13 +43,12 @@ class PublishConfig(Options):
         False, "check everything and list the files to send, with sizes, but send nothing", HUB, common=True
     )
 
-    def contradictions(self) -> dict[str, object]:
+    def contradictions(self, given: set[str]) -> Iterator[str]:
         """As in `Options`."""
-        return {
-            "a pull request (create_pr) makes no repository public; leave public out, or publish without create_pr": (
-                self.public and self.create_pr
-            ),
-        }
+        if self.public and self.create_pr:
+            yield (
+                "a pull request (create_pr) makes no repository public; leave public out, or publish without create_pr"
+            )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -70,9 +70,8 @@ LICENSES = """
 
 def check_license(identifier: str) -> None:
     """Raise `UserError` if the Hub does not have this licence identifier."""
-    if identifier not in LICENSES:
-        near = difflib.get_close_matches(identifier.lower().replace(" ", "-"), LICENSES, n=1)
-        raise UserError(
-            f"license {identifier!r} is not one that the Hub knows; write "
-            f"{near[0] if near else 'one of https://huggingface.co/docs/hub/repositories-licenses'}"
-        )
+    if identifier in LICENSES:
+        return
+    similar = difflib.get_close_matches(identifier.lower().replace(" ", "-"), LICENSES, n=1)
+    advised = similar[0] if similar else "one of https://huggingface.co/docs/hub/repositories-licenses"
+    raise UserError(f"license {identifier!r} is not one that the Hub knows; write {advised}")

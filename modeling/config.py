@@ -1,5 +1,6 @@
 """`ExportConfig`: the options of `d2l-bert export`, and the tasks that a model is exported for."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,13 +49,15 @@ class ExportConfig(Options):
         OUTPUT,
         metavar="DIR",
         common=True,
-        needs=("page",),
+        needs="page",
     )
 
-    def contradictions(self) -> dict[str, object]:
+    def contradictions(self, given: set[str]) -> Iterator[str]:
         """As in `Options`."""
-        return {
-            "page needs transformers.js; run npm install --ignore-scripts @huggingface/transformers in a folder, and "
-            "give the folder with --runtime": self.page and not self.runtime,
-            "onnx_only writes no card and no page; leave it or page out": self.page and self.onnx_only,
-        }
+        if self.page and not self.runtime:
+            yield (
+                "page needs transformers.js; run npm install --ignore-scripts @huggingface/transformers in a folder, "
+                "and give the folder with --runtime"
+            )
+        if self.page and self.onnx_only:
+            yield "onnx_only writes no card and no page; leave it or page out"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -42,7 +43,7 @@ class SourceConfig(Options):
     )
     dataset_split: str = option("train", "split to read from each dataset", TEXT, identity=False, metavar="NAME")
     streaming: bool = option(
-        False, "read datasets row by row, without a full download", TEXT, identity=False, needs=("dataset",)
+        False, "read datasets row by row, without a full download", TEXT, identity=False, needs="dataset"
     )
     text_column: str = option(
         "text", "column that holds the text in datasets and tables", TEXT, identity=False, metavar="NAME"
@@ -92,13 +93,11 @@ class SourceConfig(Options):
 
                 setattr(self, name, [one if isinstance(one, str) else named(one, self.text_column) for one in given])
 
-    def contradictions(self) -> dict[str, object]:
+    def contradictions(self, given: set[str]) -> Iterator[str]:
         """As in `Options`."""
-        return {
-            f"language must be an ISO 639 code such as en, zh or pt-br, got {self.language!r}": (
-                self.language is not None and not re.fullmatch(r"[a-z]{2,3}(-[a-z0-9]+)*", self.language)
-            ),
-        }
+        yield from super().contradictions(given)
+        if self.language is not None and not re.fullmatch(r"[a-z]{2,3}(-[a-z0-9]+)*", self.language):
+            yield f"language must be an ISO 639 code such as en, zh or pt-br, got {self.language!r}"
 
     def processes(self) -> int:
         """How many processes read `python-docs`, and tokenize."""
@@ -184,16 +183,16 @@ class TextConfig(SourceConfig):
         within="[0, 16777216]",
     )
 
-    def contradictions(self) -> dict[str, object]:
+    def contradictions(self, given: set[str]) -> Iterator[str]:
         """As in `Options`. Raises `UserError` itself for a `pre_tokenizer` that there is not."""
         Rules(pre_tokenizer=self.pre_tokenizer)
-        return {
-            **super().contradictions(),
-            "corpus names no text; give files, folders or python-docs": not self.text_paths() and not self.dataset,
-            "extend_vocab adds words to an existing tokenizer; give one, or raise vocab_size to train a larger one": (
-                self.extend_vocab and self.existing_tokenizer() is None
-            ),
-        }
+        yield from super().contradictions(given)
+        if not self.text_paths() and not self.dataset:
+            yield "corpus names no text; give files, folders or python-docs"
+        if self.extend_vocab and self.existing_tokenizer() is None:
+            yield (
+                "extend_vocab adds words to an existing tokenizer; give one, or raise vocab_size to train a larger one"
+            )
 
     def existing_tokenizer(self) -> str | None:
         """Folder, file or Hub id of an existing tokenizer; None if a tokenizer is to be trained."""

@@ -1,6 +1,7 @@
 """The options of a pretraining run (`PretrainConfig`), apart from the architecture (`D2lBertConfig`); their checks."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,7 +50,7 @@ class PretrainConfig(TextConfig):
         TEXT,
         identity=False,
         metavar="NAME",
-        needs=("validation_dataset",),
+        needs="validation_dataset",
     )
     max_eval_pairs: int = option(2000, "most held-out pairs to evaluate on", TEXT, within="[1, inf)")
 
@@ -75,7 +76,8 @@ class PretrainConfig(TextConfig):
         "share of pairs with a random shorter length (only for --pairing segments)",
         BATCHES,
         within="[0, 1]",
-        needs=("pairing", "segments"),
+        needs="pairing",
+        needs_value="segments",
     )
     packing: bool = option(
         False, "put as many pairs into a row as fit; attention does not cross pairs", BATCHES, identity=False
@@ -158,7 +160,8 @@ class PretrainConfig(TextConfig):
         "share of the steps in which the rate of warmup_stable_decay falls",
         OPTIMIZER,
         within="(0, 1]",
-        needs=("lr_scheduler_type", "warmup_stable_decay"),
+        needs="lr_scheduler_type",
+        needs_value="warmup_stable_decay",
     )
     weight_decay: float = option(0.01, "weight decay; none for biases and LayerNorms", OPTIMIZER, within="[0, 1000]")
     adam_beta1: float = option(0.9, "AdamW's first beta", OPTIMIZER, within="[0, 1)")
@@ -282,54 +285,59 @@ class PretrainConfig(TextConfig):
         HUB,
         identity=False,
         metavar="REPO_ID",
-        needs=("push_to_hub",),
+        needs="push_to_hub",
     )
     hub_private_repo: bool = option(
         True,
         "keep the repository private; false makes it public when the finished model is sent",
         HUB,
         identity=False,
-        needs=("push_to_hub",),
+        needs="push_to_hub",
     )
 
-    def contradictions(self) -> dict[str, object]:
+    def contradictions(self, given: set[str]) -> Iterator[str]:
         """As in `Options`. Raises `UserError` itself for options that are written in no known form."""
-        lengths = [name for name in LENGTH_OPTIONS if getattr(self, name) is not None]
         first_share, last_share = self.mlm_probabilities()
-        are_weights = all(re.fullmatch(r"\d{0,9}\.?\d{1,9}", weight) for weight in self.source_weights)
-        has_validation = self.validation_corpus or self.validation_dataset
-        self.stages(1)
-        return {
-            **super().contradictions(),
-            f"the length of the run needs exactly one of {', '.join(LENGTH_OPTIONS)}; got "
-            f"{' and '.join(lengths) or 'none'}": len(lengths) != 1,
-            **{
-                f"{name} is for a held-out part of the corpus, and a validation text is given; leave {name} out": (
-                    has_validation and getattr(self, name) != getattr(type(self), name)
-                )
-                for name in ("validation_fraction", "max_validation_characters")
-            },
-            f"mlm_probability must be above 0 and at most 1, got {self.mlm_probability}": (
-                not (0 < first_share <= 1 and 0 < last_share <= 1)
-            ),
-            f"mask_replace_prob ({self.mask_replace_prob}) and random_replace_prob ({self.random_replace_prob}) are "
-            f"more than all tokens to predict; lower one": self.mask_replace_prob + self.random_replace_prob > 1,
-            f"warmup_ratio ({self.warmup_ratio}) and decay_ratio ({self.decay_ratio}) are more than all steps; "
-            f"lower one": self.lr_scheduler_type == "warmup_stable_decay" and self.warmup_ratio + self.decay_ratio > 1,
-            "lr_scheduler_type constant has no warm-up; give constant_with_warmup, or leave warmup_ratio out": (
-                self.lr_scheduler_type == "constant" and self.warmup_ratio
-            ),
-            f"source_weights are numbers such as 2 or 0.5, got {' '.join(self.source_weights)}": not are_weights,
-            "source_weights are all 0; give one source at least some weight": (
-                self.source_weights and are_weights and not any(map(float, self.source_weights))
-            ),
-            # Accelerate's scaler supports one optimizer.
-            "optim muon cannot be used with mixed_precision fp16; give bf16, or adamw": (
-                self.optim == "muon" and self.mixed_precision == "fp16"
-            ),
-            f"attention_init {self.attention_init} is for a fresh model, and init_from gives a trained one; leave it "
-            f"out": (self.init_from is not None and self.attention_init != "normal"),
-        }
+        self.stages(max_steps=1)
+        yield from super().contradictions(given)
+        lengths = [name for name in LENGTH_OPTIONS if getattr(self, name) is not None]
+        if len(lengths) != 1:
+            yield (
+                f"the length of the run needs exactly one of {', '.join(LENGTH_OPTIONS)}; got "
+                f"{' and '.join(lengths) or 'none'}"
+            )
+        if self.validation_corpus or self.validation_dataset:
+            for name in ("validation_fraction", "max_validation_characters"):
+                if name in given:
+                    yield (
+                        f"{name} is for a held-out part of the corpus, and a validation text is given; leave {name} "
+                        f"out"
+                    )
+        if not (0 < first_share <= 1 and 0 < last_share <= 1):
+            yield f"mlm_probability must be above 0 and at most 1, got {self.mlm_probability}"
+        if self.mask_replace_prob + self.random_replace_prob > 1:
+            yield (
+                f"mask_replace_prob ({self.mask_replace_prob}) and random_replace_prob ({self.random_replace_prob}) "
+                f"are more than all tokens to predict; lower one"
+            )
+        if self.lr_scheduler_type == "warmup_stable_decay" and self.warmup_ratio + self.decay_ratio > 1:
+            yield (
+                f"warmup_ratio ({self.warmup_ratio}) and decay_ratio ({self.decay_ratio}) are more than all steps; "
+                f"lower one"
+            )
+        if self.lr_scheduler_type == "constant" and self.warmup_ratio:
+            yield "lr_scheduler_type constant has no warm-up; give constant_with_warmup, or leave warmup_ratio out"
+        if not all(re.fullmatch(r"\d{0,9}\.?\d{1,9}", weight) for weight in self.source_weights):
+            yield f"source_weights are numbers such as 2 or 0.5, got {' '.join(self.source_weights)}"
+        elif self.source_weights and not any(float(weight) for weight in self.source_weights):
+            yield "source_weights are all 0; give one source at least some weight"
+        if self.optim == "muon" and self.mixed_precision == "fp16":  # Accelerate's scaler supports one optimizer
+            yield "optim muon cannot be used with mixed_precision fp16; give bf16, or adamw"
+        if self.init_from is not None and self.attention_init != "normal":
+            yield (
+                f"attention_init {self.attention_init} is for a fresh model, and init_from gives a trained one; leave "
+                f"it out"
+            )
 
     def stages(self, max_steps: int) -> list[tuple[int, int, int]]:
         """

@@ -1,7 +1,6 @@
 """How a dataclass declares its fields as command-line options: their flags, their ranges, checks of each value."""
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import os
@@ -9,9 +8,10 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from d2l_bert.messages import UserError, refuse_first
+from d2l_bert.messages import UserError
 
 
 # Groups of options: each is a heading in `--help`, which lists the options of a group below its heading.
@@ -26,7 +26,18 @@ HUB = "the Hugging Face Hub"
 SENTENCES = "minimal pairs and lines"
 
 
-def option(default, help, group, *, identity=True, metavar=None, within=None, common=False, needs=()):
+def option(
+    default,
+    help,
+    group,
+    *,
+    identity=True,
+    metavar=None,
+    within=None,
+    common=False,
+    needs=None,
+    needs_value=None,
+):
     """
     A dataclass field that is also a command-line option.
 
@@ -40,21 +51,22 @@ def option(default, help, group, *, identity=True, metavar=None, within=None, co
         within: the interval of a number, such as `[0, 1)`: at least 0 and below 1. `inf)` stands for the largest
             number that an option may have (`MOST_WHOLE`, `MOST`).
         common: whether `--help` shows the option, and not only `--help-all`.
-        needs: another option without which this one has no effect, and the values that it must have, if not just any.
+        needs: another option without which this one has no effect.
+        needs_value: the value that the option in `needs` must have, if not just any.
     """
-    of_field = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
-    return dataclasses.field(
-        **of_field,
-        metadata={
-            "help": help,
-            "group": group,
-            "identity": identity,
-            "metavar": metavar,
-            "within": within,
-            "common": common,
-            "needs": needs,
-        },
-    )
+    metadata = {
+        "help": help,
+        "group": group,
+        "identity": identity,
+        "metavar": metavar,
+        "within": within,
+        "common": common,
+        "needs": needs,
+        "needs_value": needs_value,
+    }
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def option_of(config: type, name: str, **changes):
@@ -75,23 +87,38 @@ class Options:
 
     def check(self) -> None:
         """
-        As `check_values`; then refuse an option without the one that it is for, and what contradicts itself.
+        Refuse wrong values and options that do not go together.
 
         Raises:
-            UserError: the first of `contradictions` that holds, or as in `check_values`.
+            UserError: as in `check_values`; an option is given without the one that it is for; or the first message
+                of `contradictions`.
         """
         self.check_values()
+        given = self.given()
         for field in dataclasses.fields(self):
-            if field.metadata.get("needs") and getattr(self, field.name) not in (field.default, []):
-                other, *values = field.metadata["needs"]
-                if getattr(self, other) not in values if values else not getattr(self, other):
-                    wanted = " ".join([other, " or ".join(values)]).rstrip()
-                    raise UserError(f"{field.name} is for {wanted}; give that too, or leave it out")
-        refuse_first(self.contradictions())
+            if field.name in given and self._lacks(field):
+                wanted = field.metadata["needs"]
+                if field.metadata["needs_value"] is not None:
+                    wanted = f"{wanted} {field.metadata['needs_value']}"
+                raise UserError(f"{field.name} is for {wanted}; give that too, or leave it out")
+        for message in self.contradictions(given):
+            raise UserError(message)
 
-    def contradictions(self) -> dict[str, object]:
-        """The cases in which options contradict each other: a message for each, and whether it holds."""
-        return {}
+    def contradictions(self, given: set[str]) -> Iterator[str]:
+        """
+        Yield a message for each contradiction between options; only the first is shown.
+
+        A subclass yields its own, and says `yield from super().contradictions(given)` for those of its base class. The
+        code behind a `yield` runs only if there is no contradiction before.
+
+        Args:
+            given: the names of the options whose values are not the defaults.
+        """
+        yield from ()
+
+    def given(self) -> set[str]:
+        """The names of the options whose values are not the defaults."""
+        return {field.name for field in dataclasses.fields(self) if getattr(self, field.name) != default_of(field)}
 
     def identity(self) -> dict:
         """The options that decide what a run computes: a run that resumes must have the same values."""
@@ -107,17 +134,39 @@ class Options:
         """
         kinds = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
-            value, is_path = getattr(self, field.name), field.metadata.get("metavar") == "PATH"
-            if wrong := what_is_wrong(value, kinds[field.name], field.metadata.get("within"), is_path):
+            is_path = field.metadata.get("metavar") == "PATH"
+            within = field.metadata.get("within")
+            if wrong := what_is_wrong(getattr(self, field.name), kinds[field.name], within, is_path):
                 raise UserError(f"{field.name} {wrong}")
+
+    def _lacks(self, field):
+        """Whether the option without which this one has no effect is not given, or has another value."""
+        needed = field.metadata.get("needs")
+        if needed is None:
+            return False
+        value = field.metadata["needs_value"]
+        if value is None:
+            return not getattr(self, needed)
+        return getattr(self, needed) != value
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """The default value of a field of a dataclass."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def flag(name: str, value: object) -> list[str]:
     """An option as words of a command line; no words for None, which is always the default."""
     if value is None:
         return []
-    values = (value or ["none"]) if isinstance(value, list) else [value]
-    return [f"--{name}", *(str(one).lower() if isinstance(one, bool) else str(one) for one in values)]
+    if isinstance(value, list):
+        return [f"--{name}", *map(as_word, value or ["none"])]
+    return [f"--{name}", as_word(value)]
+
+
+def as_word(value: object) -> str:
+    """A value as a word of a command line."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def flags(config: type, given: dict, defaults: dict, others: Sequence[str]) -> list[str]:
@@ -129,8 +178,12 @@ def flags(config: type, given: dict, defaults: dict, others: Sequence[str]) -> l
         given, defaults: the values of all options, by name.
         others: options to give beside those that decide what the run computes (`Options.identity`).
     """
-    relevant = [f.name for f in dataclasses.fields(config) if f.metadata["identity"] or f.name in others]
-    return [word for name in relevant if given[name] != defaults[name] for word in flag(name, given[name])]
+    words = []
+    for field in dataclasses.fields(config):
+        is_relevant = field.metadata["identity"] or field.name in others
+        if is_relevant and given[field.name] != defaults[field.name]:
+            words += flag(field.name, given[field.name])
+    return words
 
 
 def cores() -> int:
@@ -143,24 +196,54 @@ def members_of(kind: type) -> tuple:
     return typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
 
 
-# For each type of an option but a choice of words: its values in words, and whether a value is one.
-_VALUES = {
-    bool: ("true or false", lambda value: isinstance(value, bool)),
-    int: ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
-    float: (
-        "a finite number",
-        # A whole number may be beyond what a float holds.
-        lambda value: (
-            isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-        ),
-    ),
-    str: ("a string", lambda value: isinstance(value, str)),
-    list[str]: (
-        "a list of strings",
-        lambda value: isinstance(value, list) and all(isinstance(entry, str) for entry in value),
-    ),
-    types.NoneType: ("", lambda value: value is None),
+# ---------------------------------------------------------------------------------------------------------------------
+# Values
+
+
+class Kind(NamedTuple):
+    """A type of options: its values in words, and whether a value is one."""
+
+    words: str
+    holds: Callable[[object], bool]
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a number; True and False are none."""
+    return is_whole(value) or isinstance(value, float)
+
+
+def is_finite(value: object) -> bool:
+    """Whether a value is a number that a float can hold; a whole number may be beyond that."""
+    return is_number(value) and abs(value) <= sys.float_info.max
+
+
+def are_strings(value: object) -> bool:
+    """Whether a value is a list of strings."""
+    return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+
+
+# All types of options but choices of words.
+KINDS = {
+    bool: Kind("true or false", lambda value: isinstance(value, bool)),
+    int: Kind("a whole number", is_whole),
+    float: Kind("a finite number", is_finite),
+    str: Kind("a string", lambda value: isinstance(value, str)),
+    list[str]: Kind("a list of strings", are_strings),
+    types.NoneType: Kind("", lambda value: value is None),
 }
+
+
+def kind_of(member: type) -> Kind:
+    """The kind of a type of `KINDS`, or of a `Literal`."""
+    if member in KINDS:
+        return KINDS[member]
+    choices = typing.get_args(member)
+    return Kind(" or ".join(choices), choices.__contains__)
 
 
 # The largest numbers of an option whose interval has no end. Whole numbers above are not exact as a float, as JSON's
@@ -184,38 +267,55 @@ def what_is_wrong(value: object, kind: type, within: str | None = None, is_path:
         is_path: whether strings are paths, whose bytes need not be UTF-8.
     """
     members = members_of(kind)
-    words = [_VALUES[one][0] if one in _VALUES else " or ".join(typing.get_args(one)) for one in members]
     if not _is_value(value, members):
-        return f"must be {' or '.join(filter(None, words))}, got {' '.join(repr(value).split()):.200}"
+        words = [words for words, _ in map(kind_of, members) if words]
+        return f"must be {' or '.join(words)}, got {' '.join(repr(value).split()):.200}"
+    unwanted = "\0" if is_path else "[\0\ud800-\udfff]"
     for string in value if isinstance(value, list) else [value]:
-        if isinstance(string, str) and (
-            not string.strip() or re.search("\0" if is_path else "[\0\ud800-\udfff]", string)
-        ):
+        if isinstance(string, str) and (not string.strip() or re.search(unwanted, string)):
             return f"is empty, holds a NUL character, or is not UTF-8, got {string!a}; give a value"
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if is_number(value):
         within = _bounded(within, float in members)
-        least, most = map(float, within[1:-1].split(","))
-        at_open_end = (value == least and within[0] == "(") or (value == most and within[-1] == ")")
-        if at_open_end or not least <= value <= most:
+        if not _is_within(value, within):
             return f"must be a number in {within}, got {value}"
     return ""
 
 
 def _is_value(value, members):
     """Whether a value is of one of these types, whatever the interval of its option."""
-    return any(_VALUES[one][1](value) if one in _VALUES else value in typing.get_args(one) for one in members)
+    return any(kind_of(member).holds(value) for member in members)
+
+
+def _is_within(number, within):
+    """Whether a number lies in an interval, such as `[0, 1)`."""
+    least, most = map(float, within[1:-1].split(","))
+    if number == least:
+        return within[0] == "["
+    if number == most:
+        return within[-1] == "]"
+    return least < number < most
 
 
 def value_of(kind: type, text: str, within: str | None = None, is_path: bool = False):
     """The value of an option's type that a word of the command line stands for, checked by `what_is_wrong`."""
-    values = [text]
-    for read in (int, float, {"true": True, "false": False}.__getitem__):
-        with contextlib.suppress(ValueError, KeyError):
-            values.append(read(text.lower()))
-    value = next((value for value in reversed(values) if _is_value(value, members_of(kind))), text)
+    value = text
+    for read in (_truth, float, int):
+        try:
+            read_as = read(text.lower())
+        except ValueError:
+            continue
+        if _is_value(read_as, members_of(kind)):
+            value = read_as
+            break
     if wrong := what_is_wrong(value, kind, within, is_path):
         raise argparse.ArgumentTypeError(wrong)
     return value
+
+
+def _truth(text):
+    if text not in ("true", "false"):
+        raise ValueError
+    return text == "true"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -231,12 +331,16 @@ def add_options(parser: argparse.ArgumentParser, config: Options, shows_all: boo
         shows_all: whether the help shows all options, not only the common ones.
     """
     kinds = typing.get_type_hints(type(config))
-    fields = [field for field in dataclasses.fields(config) if field.name not in ("recipe", "model")]
-    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(f.metadata["group"] for f in fields)}
-    for field in fields:
+    groups = {}
+    for field in dataclasses.fields(config):
+        if field.name in ("recipe", "model"):
+            continue
         about = field.metadata
+        title = about["group"]
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
         add_option(
-            groups[about["group"]],
+            groups[title],
             field.name,
             kinds[field.name],
             getattr(config, field.name),
@@ -244,6 +348,10 @@ def add_options(parser: argparse.ArgumentParser, config: Options, shows_all: boo
             about["metavar"],
             about["within"],
         )
+
+
+# What stands for a value in `--help`, by the value's type; for a choice of words the words do.
+METAVARS = {bool: "true|false", int: "N", float: "X", str: "NAME"}
 
 
 def add_option(
@@ -265,17 +373,24 @@ def add_option(
         metavar, within: as in `option`.
     """
     members = [member for member in members_of(kind) if member is not types.NoneType]
-    names = {bool: "true|false", int: "N", float: "X", str: "NAME"}
-    how = {
-        "metavar": metavar or "|".join(names.get(member) or "|".join(typing.get_args(member)) for member in members),
-        "type": functools.partial(
-            value_of, str if list[str] in members else kind, within=within, is_path=metavar == "PATH"
-        ),
-    }
+    is_list = list[str] in members
+    read = functools.partial(value_of, str if is_list else kind, within=within, is_path=metavar == "PATH")
+    if metavar is None:
+        metavar = "|".join(METAVARS.get(member) or "|".join(typing.get_args(member)) for member in members)
+    how = {}
     if bool in members:
-        how |= {"nargs": "?", "const": True}
-    elif list[str] in members:
-        how |= {"nargs": "+", "action": "extend"}
-    shown = " ".join(default) if isinstance(default, list) else str(default).lower() if default is not None else ""
-    line = argparse.SUPPRESS if help is None else f"{help} ({shown})".strip() if shown else help
-    group.add_argument(f"--{name}", default=argparse.SUPPRESS, help=line.replace("%", "%%"), **how)
+        how = {"nargs": "?", "const": True}
+    elif is_list:
+        how = {"nargs": "+", "action": "extend"}
+    line = argparse.SUPPRESS if help is None else help_line(help, default)
+    group.add_argument(f"--{name}", default=argparse.SUPPRESS, help=line, metavar=metavar, type=read, **how)
+
+
+def help_line(help: str, default: object) -> str:
+    """The line of an option in `--help`, with its default; argparse formats it by `%`."""
+    if isinstance(default, list):
+        shown = " ".join(default)
+    else:
+        shown = "" if default is None else as_word(default)
+    line = f"{help} ({shown})".strip() if shown else help
+    return line.replace("%", "%%")

@@ -1,17 +1,20 @@
 """`EvaluateConfig`: the options of `d2l-bert evaluate`, and their checks."""
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from d2l_bert.messages import UserError
 from d2l_bert.options import BATCHES, MACHINE, OUTPUT, SENTENCES, TEXT, option
 from d2l_bert.tokenization.config import SourceConfig
 
 
 # How a sentence is scored, see `pseudo_likelihood`.
 Score = Literal["pll", "within_word_l2r"]
+
+# Options of the tables of a text, and of those of `line_scores`.
+OPTIONS_OF_TABLES = ("text_column", "separator")
 
 
 @dataclass(kw_only=True)
@@ -34,7 +37,7 @@ class EvaluateConfig(SourceConfig):
         metavar="PATH",
         common=True,
     )
-    dataset_split: str = option("test", "split to read from each dataset", TEXT, metavar="NAME", needs=("dataset",))
+    dataset_split: str = option("test", "split to read from each dataset", TEXT, metavar="NAME", needs="dataset")
     held_out: bool = option(
         False,
         "evaluate only on the documents that the model's run held out of this text, read with the run's options; "
@@ -110,7 +113,7 @@ class EvaluateConfig(SourceConfig):
         "alone, which is exact and slow",
         SENTENCES,
         within="[0, 2147483647]",
-        needs=("line_scores",),
+        needs="line_scores",
     )
 
     batch_tokens: int = option(4096, "about the most tokens in a batch", MACHINE, within="[1, 16777216]")
@@ -130,39 +133,37 @@ class EvaluateConfig(SourceConfig):
         common=True,
     )
 
-    def contradictions(self) -> dict[str, object]:
+    def contradictions(self, given: set[str]) -> Iterator[str]:
         """As in `Options`."""
-        return {
-            "nothing to evaluate on: give a text with --corpus or --dataset, minimal pairs with --blimp, or lines "
-            "with --line_scores": not self.has_text() and self.blimp is None and self.line_scores is None,
-            "line_scores prints its lines by the score pll, and nothing else is measured beside them; give it alone": (
-                self.line_scores
-                and (self.has_text() or self.blimp or self.output or self.update_card or self.score != "pll")
-            ),
-            **{
-                f"{field.name} is for a text, and none is given; leave it out, or give --corpus": (
-                    getattr(self, field.name) != field.default and not self.has_text()
-                )
-                for field in dataclasses.fields(self)
-                if field.metadata["group"] in (TEXT, BATCHES)
-                and field.name not in ("corpus", "dataset", "text_column", "separator")  # the last two also for lines
-            },
-            **super().contradictions(),
-            "score is for blimp and for pseudo-perplexity, and neither is asked for; leave score out": (
-                self.score != "pll" and self.blimp is None and not self.pppl_sentences
-            ),
-            f"output {self.output}: give a name that ends in .json, .md or .csv": (
-                self.output is not None and Path(self.output).suffix.lower() not in (".json", ".md", ".csv")
-            ),
-        }
+        if not self.has_text() and self.blimp is None and self.line_scores is None:
+            yield (
+                "nothing to evaluate on: give a text with --corpus or --dataset, minimal pairs with --blimp, or lines "
+                "with --line_scores"
+            )
+        is_more_asked = self.has_text() or self.blimp or self.output or self.update_card or self.score != "pll"
+        if self.line_scores and is_more_asked:
+            yield (
+                "line_scores prints its lines by the score pll, and nothing else is measured beside them; give it "
+                "alone"
+            )
+        if not self.has_text():
+            for name in self._options_of_texts():
+                if name in given:
+                    yield f"{name} is for a text, and none is given; leave it out, or give --corpus"
+        yield from super().contradictions(given)
+        if self.score != "pll" and self.blimp is None and not self.pppl_sentences:
+            yield "score is for blimp and for pseudo-perplexity, and neither is asked for; leave score out"
+        if self.output is not None and Path(self.output).suffix.lower() not in (".json", ".md", ".csv"):
+            yield f"output {self.output}: give a name that ends in .json, .md or .csv"
+        if not self.has_text() and self.line_scores is None:
+            for name in OPTIONS_OF_TABLES:
+                if name in given:
+                    yield f"{name} is for a text or for line_scores, and none is given; leave it out"
 
-    def check(self) -> None:
-        """As in `Options`, and refuse options of tables where no table is read."""
-        super().check()
-        for name in ("text_column", "separator"):
-            is_given = getattr(self, name) != self.__dataclass_fields__[name].default
-            if is_given and not self.has_text() and self.line_scores is None:
-                raise UserError(f"{name} is for a text or for line_scores, and none is given; leave it out")
+    def _options_of_texts(self):
+        """The names of the options that say how a text is read, and not which, in the order of the fields."""
+        fields = [field for field in dataclasses.fields(self) if field.metadata["group"] in (TEXT, BATCHES)]
+        return [field.name for field in fields if field.name not in ("corpus", "dataset", *OPTIONS_OF_TABLES)]
 
     def has_text(self) -> bool:
         """Whether there is a text to evaluate on."""

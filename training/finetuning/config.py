@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from d2l_bert.messages import UserError, explained
+from d2l_bert.messages import explained
 from d2l_bert.model_cards.config import check_license
 from d2l_bert.options import LENGTH, MACHINE, OPTIMIZER, OUTPUT, Options, option, option_of
 from d2l_bert.tokenization.config import Separator, SourceConfig
@@ -283,86 +284,70 @@ class FinetuneConfig(Options):
     def __post_init__(self):
         self.task = SHORT_NAMES.get(self.task, self.task)
 
-    def contradictions(self) -> dict[str, object]:
+    def contradictions(self, given: set[str]) -> Iterator[str]:
         """As in `Options`. Raises `UserError` itself for a wrong rate or licence."""
         rates = self.learning_rates()
         if self.license is not None:
             check_license(self.license)
-        defaults = type(self)()
-        given = [
-            field.name for field in dataclasses.fields(self) if vars(self)[field.name] != vars(defaults)[field.name]
-        ]
-        splits = [name for name in (self.train_split, self.validation_split, self.test_split) if name is not None]
-        return {
-            f"task {self.task!r}: give one of {', '.join(TASKS)}; or {', '.join(NAMED)}": (
-                self.task not in (*TASKS, *NAMED)
-            ),
-            f"learning_rate takes numbers above 0 and at most 100, each once, got {' '.join(self.learning_rate)}": (
-                not all(0 < rate <= 100 for rate in rates) or len(set(rates)) < len(rates)
-            ),
-            "train_file and dataset both give the training rows; give one": self.train_file and self.dataset,
-            "train_file is missing; give --train_file FILE, or --dataset ID": (
-                self.train_file is None and self.dataset_name() is None
-            ),
-            **{
-                f"{name} is for --task {' or '.join(tasks)}; leave it out": (
-                    name in given and self.task_type not in tasks
-                )
-                for name, tasks in TASKS_OF.items()
-            },
-            **{
-                f"{name} is for dataset; leave {name} out beside train_file": self.train_file and name in given
-                for name in ("train_split", "validation_split", "test_split")
-            },
-            "train_split, validation_split and test_split name a split twice; give each rows of its own": (
-                len(set(splits)) < len(splits)
-            ),
-            **{
-                f"validation_share holds out training rows, and {name} gives validation rows; give one": (
-                    name in given and self.validation_share is not None
-                )
-                for name in ("validation_file", "validation_split")
-            },
-            "label_column: several columns are for --task multi_label_classification; name one": (
-                len(self.label_column) > 1 and self.task_type != "multi_label_classification"
-            ),
-            "label_separator is for one column of labels, and label_column names several; give one": (
-                len(self.label_column) > 1 and "label_separator" in given
-            ),
-            **{
-                f"{name}: lr_scheduler_type constant has no warm-up; give constant_with_warmup, or leave {name} out": (
-                    getattr(self, name) and self.lr_scheduler_type == "constant"
-                )
-                for name in ("warmup_ratio", "warmup_steps")
-            },
-            **{
-                f"{one} and {other} contradict each other; give one": getattr(self, one) and getattr(self, other)
-                for one, other in (
-                    ("num_train_epochs", "max_steps"),
-                    ("warmup_ratio", "warmup_steps"),
-                    ("bf16", "fp16"),
-                )
-            },
-            f"eval_steps {self.eval_steps} is beyond max_steps {self.max_steps}: nothing is evaluated; lower it": (
-                (self.eval_steps or 0) > (self.max_steps or math.inf)
-            ),
-            **{
-                f"{name} needs validation rows; give --validation_file, or leave {name} out": (
-                    name in given and not self.validates()
-                )
-                for name in ("early_stopping_patience", "metric_for_best_model", "eval_steps")
-            },
-            "several values of learning_rate need validation rows to choose; give --validation_file": (
-                len(self.learning_rate) > 1 and not self.validates()
-            ),
-        }
-
-    def check(self) -> None:
-        """As in `Options`, and refuse a split of a dataset that a file replaces."""
-        super().check()
+        yield from super().contradictions(given)
+        if self.task not in (*TASKS, *NAMED):
+            yield f"task {self.task!r}: give one of {', '.join(TASKS)}; or {', '.join(NAMED)}"
+        if not all(0 < rate <= 100 for rate in rates) or len(set(rates)) < len(rates):
+            yield (
+                f"learning_rate takes numbers above 0 and at most 100, each once, got {' '.join(self.learning_rate)}"
+            )
+        yield from self._contradictions_in_rows(given)
+        yield from self._contradictions_in_steps(given)
         for split in ("validation", "test"):
             if getattr(self, f"{split}_file") and getattr(self, f"{split}_split"):
-                raise UserError(f"{split}_file and {split}_split both give the {split} rows; give one")
+                yield f"{split}_file and {split}_split both give the {split} rows; give one"
+
+    def _contradictions_in_rows(self, given):
+        """As `contradictions`, for the options that say which rows to read, and how."""
+        if self.train_file and self.dataset:
+            yield "train_file and dataset both give the training rows; give one"
+        if self.train_file is None and self.dataset_name() is None:
+            yield "train_file is missing; give --train_file FILE, or --dataset ID"
+        for name, tasks in TASKS_OF.items():
+            if name in given and self.task_type not in tasks:
+                yield f"{name} is for --task {' or '.join(tasks)}; leave it out"
+        if self.train_file:
+            for name in ("train_split", "validation_split", "test_split"):
+                if name in given:
+                    yield f"{name} is for dataset; leave {name} out beside train_file"
+        splits = [name for name in (self.train_split, self.validation_split, self.test_split) if name is not None]
+        if len(set(splits)) < len(splits):
+            yield "train_split, validation_split and test_split name a split twice; give each rows of its own"
+        if self.validation_share is not None:
+            for name in ("validation_file", "validation_split"):
+                if name in given:
+                    yield f"validation_share holds out training rows, and {name} gives validation rows; give one"
+        if len(self.label_column) > 1:
+            if self.task_type != "multi_label_classification":
+                yield "label_column: several columns are for --task multi_label_classification; name one"
+            if "label_separator" in given:
+                yield "label_separator is for one column of labels, and label_column names several; give one"
+
+    def _contradictions_in_steps(self, given):
+        """As `contradictions`, for the options that say how to train and to choose a model."""
+        if self.lr_scheduler_type == "constant":
+            for name in ("warmup_ratio", "warmup_steps"):
+                if getattr(self, name):
+                    yield (
+                        f"{name}: lr_scheduler_type constant has no warm-up; give constant_with_warmup, or leave "
+                        f"{name} out"
+                    )
+        for one, other in (("num_train_epochs", "max_steps"), ("warmup_ratio", "warmup_steps"), ("bf16", "fp16")):
+            if getattr(self, one) and getattr(self, other):
+                yield f"{one} and {other} contradict each other; give one"
+        if (self.eval_steps or 0) > (self.max_steps or math.inf):
+            yield f"eval_steps {self.eval_steps} is beyond max_steps {self.max_steps}: nothing is evaluated; lower it"
+        if not self.validates():
+            for name in ("early_stopping_patience", "metric_for_best_model", "eval_steps"):
+                if name in given:
+                    yield f"{name} needs validation rows; give --validation_file, or leave {name} out"
+            if len(self.learning_rate) > 1:
+                yield "several values of learning_rate need validation rows to choose; give --validation_file"
 
     def validates(self) -> bool:
         """Whether the run has validation rows: given, or held out of the training rows."""
@@ -430,12 +415,10 @@ class PredictConfig(Options):
     separator: Separator = option_of(SourceConfig, "separator", group=DATA)
     per_device_eval_batch_size: int = option_of(FinetuneConfig, "per_device_eval_batch_size")
 
-    def contradictions(self) -> dict[str, object]:
+    def contradictions(self, given: set[str]) -> Iterator[str]:
         """As in `Options`."""
         suffix = Path(self.output or "").suffix
-        return {
-            f"output {self.output or 'is missing'}: give --output a name that ends in .csv, .jsonl or .parquet": (
-                suffix not in (".csv", ".jsonl", ".parquet")
-            ),
-            "excel is for an output of CSV; leave it out": self.excel and suffix != ".csv",
-        }
+        if suffix not in (".csv", ".jsonl", ".parquet"):
+            yield f"output {self.output or 'is missing'}: give --output a name that ends in .csv, .jsonl or .parquet"
+        if self.excel and suffix != ".csv":
+            yield "excel is for an output of CSV; leave it out"

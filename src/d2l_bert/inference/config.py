@@ -1,5 +1,6 @@
 """The options of the commands that look into a model: `d2l-bert embed` and `d2l-bert attention`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -32,7 +33,7 @@ class EmbedConfig(Options):
         common=True,
     )
     top_k: int = option(
-        10, "how many nearest lines to show", OUTPUT, within="[1, 1000000]", common=True, needs=("nearest",)
+        10, "how many nearest lines to show", OUTPUT, within="[1, 1000000]", common=True, needs="nearest"
     )
     pooling: Literal["mean", "cls"] = option(
         "mean",
@@ -57,16 +58,12 @@ class EmbedConfig(Options):
         common=True,
     )
 
-    def contradictions(self) -> dict[str, object]:
+    def contradictions(self, given: set[str]) -> Iterator[str]:
         """As in `Options`."""
-        return {
-            "nothing to do: give --output FILE for the vectors, or --nearest TEXT, or both": (
-                self.output is None and not self.nearest
-            ),
-            f"output {self.output}: give a name that ends in .npy or .parquet": (
-                self.output is not None and Path(self.output).suffix not in (".npy", ".parquet")
-            ),
-        }
+        if self.output is None and not self.nearest:
+            yield "nothing to do: give --output FILE for the vectors, or --nearest TEXT, or both"
+        if self.output is not None and Path(self.output).suffix not in (".npy", ".parquet"):
+            yield f"output {self.output}: give a name that ends in .npy or .parquet"
 
 
 @dataclass(kw_only=True)
@@ -92,14 +89,11 @@ class AttentionConfig(Options):
         common=True,
     )
 
-    def contradictions(self) -> dict[str, object]:
+    def contradictions(self, given: set[str]) -> Iterator[str]:
         """As in `Options`."""
-        return {
-            **{
-                f"{name} is for the picture, and word prints numbers; leave {name} or word out": (
-                    self.word is not None and getattr(self, name) != self.__dataclass_fields__[name].default
-                )
-                for name in ("output", "layer", "head")
-            },
-            f"output {self.output}: give a name that ends in .png": Path(self.output).suffix != ".png",
-        }
+        if self.word is not None:
+            for name in ("output", "layer", "head"):
+                if name in given:
+                    yield f"{name} is for the picture, and word prints numbers; leave {name} or word out"
+        if Path(self.output).suffix != ".png":
+            yield f"output {self.output}: give a name that ends in .png"
