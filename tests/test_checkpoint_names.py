@@ -24,7 +24,7 @@ from d2l_bert.training.data.batches import words_in
 from d2l_bert.training.data.order import EpochPairs
 from d2l_bert.training.log import RunLog
 from d2l_bert.training.optimizer import Learner
-from d2l_bert.training.pretrain import StopSignals
+from d2l_bert.training.signals import StopSignals
 
 
 RUN = [*SMALL, "--mixed_precision=no", "--max_steps=10", "--save_total_limit=9", "--license=mit", "--eval_steps=4"]

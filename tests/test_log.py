@@ -23,6 +23,7 @@ from d2l_bert.__main__ import main
 from d2l_bert.messages import UserError
 from d2l_bert.records import read_record
 from d2l_bert.training import log
+from d2l_bert.training.checkpoint import Progress
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.devices import matmul_peak
 from d2l_bert.training.log import RunLog, kind_of, training_arithmetic
@@ -49,18 +50,24 @@ def start(tmp_path, monkeypatch):
     """Start the log of a run of 20 steps, on a device with a peak of 1e6 operations a second."""
     monkeypatch.setattr(log, "matmul_peak", lambda *_: 1e6)
 
-    def started(folder=tmp_path, step=0, accelerator=None, **state):
+    def started(folder=tmp_path, step=0, accelerator=None, rows=0):
         accelerator = accelerator or Accelerator(cpu=True)
         run = PretrainConfig(corpus=["a"], objective="nsp", max_steps=20)
-        return RunLog(accelerator, folder, run, ARCHITECTURE, {"step": step, **state})
+        return RunLog(accelerator, folder, run, ARCHITECTURE, Progress(step=step, rows=rows))
 
     return started
+
+
+def take(run_log, stats):
+    """A step with these figures, as the training loop counts and logs it."""
+    run_log.progress.add((0, 0, 0), 0.0, bool(stats.skipped))
+    run_log.add_step(stats, 0.1)
 
 
 def row_of(run_log, *steps):
     """The row of some more steps."""
     for step in steps:
-        run_log.add_step(run_log.step + 1, step, 0.1)
+        take(run_log, step)
     run_log.write_row()
     assert log_rows(run_log.path.parent)[-1] == run_log.rows[-1]
     return run_log.rows[-1]
@@ -81,9 +88,11 @@ def clock(monkeypatch):
 def test_speed_is_arithmetic_and_tokens_divided_by_the_time_of_training_alone(start, clock):
     """Two steps of 60 tokens and 80 with padding take 4 s, of which 1 s is waiting; an evaluation takes 100 s."""
     run_log = start()
-    run_log.waited = 1.0
-    run_log.clock_start += 100
-    clock(104)
+    with run_log.waiting():
+        clock(1)
+    with run_log.pausing():
+        clock(100)
+    clock(3)
     row = row_of(run_log, STEP, STEP)
     share = 2 * training_arithmetic(ARCHITECTURE, STEP, True) / (4 * 1e6)
     expected = {"seconds": 4, "tokens_per_second": 30, "padding_share": 0.25, "data_wait_share": 0.25, "mfu": share}
@@ -195,7 +204,7 @@ def test_memory_is_the_memory_of_the_process_without_the_files_it_maps(start, tm
 def made_again(run_log, first, last):
     """Write the rows of some steps: one per step, an evaluation every second step, an event in step 5."""
     for step in range(first, last + 1):
-        run_log.add_step(step, LEFT_OUT if step == 5 else STEP._replace(mlm_loss=0.1 * step), 0.1)
+        take(run_log, LEFT_OUT if step == 5 else STEP._replace(mlm_loss=0.1 * step))
         run_log.write_row()
         if step % 2 == 0:
             run_log.record({"step": step, "eval_mlm_loss": 0.2 * step, "eval_mlm_accuracy": 0.5})

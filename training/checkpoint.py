@@ -4,6 +4,7 @@ Batches and dropout masks follow from the seed and the step, so a checkpoint hol
 step, but no RNG state. A checkpoint is also a model folder that `from_pretrained` loads.
 """
 
+import dataclasses
 import importlib.metadata
 import json
 import logging
@@ -12,7 +13,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 from safetensors.torch import save_file
 
@@ -22,6 +23,7 @@ from d2l_bert.model_cards import card
 from d2l_bert.modeling.conversion import save_model
 from d2l_bert.records import inside, read_record
 from d2l_bert.tokenization.wordpiece import save_tokenizer
+from d2l_bert.training.data.order import START
 from d2l_bert.training.devices import on_main
 
 
@@ -41,22 +43,49 @@ class Manifest(TypedDict):
     sha256: dict[str, str]
 
 
-class Step(TypedDict):
+class StepDone(TypedDict):
     """What names a checkpoint: the number of steps done."""
 
     step: int
 
 
-class State(Step):
-    """The content of training_state.json, as far as it is read; what earlier versions did not write may be absent."""
+class State(StepDone):
+    """The content of training_state.json, as far as it is read: `Progress`, and what the run must share with it."""
 
     cursor: list[int]
+    skipped_in_a_row: int
+    rows: int
+    words_seen: float
     max_steps: int
     identity: dict
-    skipped_in_a_row: NotRequired[int]
-    rows: NotRequired[int]
-    words_seen: NotRequired[float]
     scaler: dict | None
+
+
+@dataclass
+class Progress:
+    """
+    How far a run has come. Its checkpoints say so, and a resumed run goes on from there.
+
+    Attributes:
+        step: the number of steps done.
+        cursor: where the pairs of the next step are (`Step.cursor` of data/steps.py).
+        skipped_in_a_row: how many of the last steps were skipped, one after the other; 0 if the last one was not.
+        rows: the number of rows in the training log.
+        words_seen: the words of the text in all steps.
+    """
+
+    step: int = 0
+    cursor: tuple[int, int, int] = START
+    skipped_in_a_row: int = 0
+    rows: int = 0
+    words_seen: float = 0.0
+
+    def add(self, cursor: tuple[int, int, int], words: float, is_skipped: bool) -> None:
+        """Count a step, with the cursor behind it and the words in it."""
+        self.step += 1
+        self.cursor = cursor
+        self.words_seen += words
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if is_skipped else 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -128,6 +157,55 @@ def delete(checkpoint: Path) -> None:
         ) from None
 
 
+class CheckpointSaver:
+    """
+    Saves the checkpoints of a run.
+
+    Args:
+        learner: the run's `Learner`.
+        folder: the run's output folder.
+        tokenizer: saved with every checkpoint.
+        run: the options, with the number of steps.
+        identity: what runs that go on from the checkpoints must share (`run_folder.make_identity`).
+        progress: how far the run has come; the training loop moves it on.
+        last: the checkpoint that the run goes on from.
+
+    Attributes:
+        last: the last checkpoint, if there is one.
+    """
+
+    def __init__(self, learner, folder: Path, tokenizer, run, identity: dict, progress: Progress, last):
+        self.learner = learner
+        self.folder = folder
+        self.tokenizer = tokenizer
+        self.run = run
+        self.identity = identity
+        self.progress = progress
+        self.last = last
+
+    def save(self) -> None:
+        """
+        Save a checkpoint of the step that was done last. Every process must call this at the same point of the run.
+
+        Raises:
+            UserError: as `write_checkpoint`.
+        """
+        scaler = self.learner.accelerator.scaler
+        state = dataclasses.asdict(self.progress)
+        state["max_steps"] = self.run.max_steps
+        state["identity"] = self.identity
+        state["scaler"] = scaler.state_dict() if scaler else None
+        path = self.folder / f"checkpoint-{self.progress.step}"
+        model = self.learner.full_model()
+        tensors = self.learner.tensors()
+        on_main(write_checkpoint, path, model, self.tokenizer, tensors, state, self.run.save_total_limit)
+        self.last = Checkpoint(path, state)
+
+    def is_latest(self, saved: "Checkpoint") -> bool:
+        """Whether `--resume_from_checkpoint latest` finds this checkpoint."""
+        return checkpoints(saved.path.parent)[-1:] == [saved.path]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Read
 
@@ -138,6 +216,13 @@ class Checkpoint:
 
     path: Path
     state: dict
+
+    def progress(self) -> Progress:
+        """How far the run had come; a new object, which the caller may change."""
+        state = self.state
+        return Progress(
+            state["step"], tuple(state["cursor"]), state["skipped_in_a_row"], state["rows"], state["words_seen"]
+        )
 
 
 def checkpoints(folder: Path, unfinished: bool = False) -> list[Path]:
@@ -156,7 +241,7 @@ def checkpoints(folder: Path, unfinished: bool = False) -> list[Path]:
 def step_of(path: Path) -> int:
     """The step of a checkpoint, whatever its folder's name; of a damaged one, the step in the name."""
     try:
-        return read_record(path / STATE_FILE, Step)["step"]
+        return read_record(path / STATE_FILE, StepDone)["step"]
     except (UserError, KeyError):
         return int(re.search(r"\d+", path.name).group())
 
@@ -235,12 +320,12 @@ def check_hashes(path: Path, hashes: dict[str, str], read: tuple[str, ...] = ())
 
 def check_state(state: State) -> None:
     """Raise `UserError` if a number in the state is none that a run can have."""
-    numbers = [state["step"], *state["cursor"], state.get("rows", 0), state.get("skipped_in_a_row", 0)]
+    numbers = [state["step"], *state["cursor"], state["rows"], state["skipped_in_a_row"]]
     if len(state["cursor"]) != 3 or min(numbers) < 0 or max(numbers) >= 2**63:
         raise UserError(f"{STATE_FILE}: has numbers that no run has")
     if not 1 <= state["step"] <= state["max_steps"] < 2**31:
         raise UserError(f"{STATE_FILE}: step {state['step']} of {state['max_steps']} steps is none of a run")
-    words = state.get("words_seen", 0.0)
+    words = state["words_seen"]
     if not math.isfinite(words) or words < 0:
         raise UserError(f"{STATE_FILE}: no run has seen {words} words")
 
@@ -292,7 +377,7 @@ def folder_name(words: int) -> str:
 
 class WordSaver:
     """
-    Counts the words that a run has seen, and saves the model when they reach a number of `--save_words`.
+    Saves the model when the words that a run has seen reach a number of `--save_words`.
 
     Every process must call each method at the same point of the run.
 
@@ -302,24 +387,28 @@ class WordSaver:
         record: the content of the run's run_config.json.
         tokenizer: saved with every model.
         marks: the numbers of words, ascending.
-        state: the state in a checkpoint to resume from; a dict without counts of words at the start of a run.
+        progress: how far the run has come; the training loop moves it on.
     """
 
-    def __init__(self, learner, folder: Path, record: dict, tokenizer, marks: list[int], state: dict):
-        self.learner, self.folder, self.record, self.tokenizer = learner, folder, record, tokenizer
-        self.seen = state.get("words_seen", 0.0)  # the run adds the words of each step
-        self.waiting = [mark for mark in marks if mark > self.seen]
+    def __init__(self, learner, folder: Path, record: dict, tokenizer, marks: list[int], progress: Progress):
+        self.learner = learner
+        self.folder = folder
+        self.record = record
+        self.tokenizer = tokenizer
+        self.marks = marks
+        self.progress = progress
+        self.waiting = [mark for mark in marks if mark > progress.words_seen]
 
-    def keep_earlier(self) -> None:
+    def delete_later_ones(self) -> None:
         """
         In the main process, delete saved models that the run will save again, or, at its start, those of an earlier
         run; those that were saved before the checkpoint to resume from stay.
         """
         for file in [*self.folder.glob(f"{PREFIX}*/{WORDS_FILE}")]:
-            if read_record(file, Words)["words"] in self.waiting or not self.seen:
+            if read_record(file, Words)["words"] in self.waiting or not self.progress.words_seen:
                 delete(file.parent)
 
-    def save_due(self, step: int) -> None:
+    def save_due(self) -> None:
         """
         Save the model under the name of every number that the words seen have reached since the last call.
 
@@ -329,17 +418,29 @@ class WordSaver:
         Raises:
             UserError: a folder cannot be written.
         """
-        while self.waiting and self.waiting[0] <= self.seen:
-            on_main(self._save, self.waiting.pop(0), step, self.learner.full_model(averaged=True))
+        while self.waiting and self.waiting[0] <= self.progress.words_seen:
+            on_main(self._save, self.waiting.pop(0), self.learner.full_model(averaged=True))
 
-    def _save(self, words, step, model):
+    def report_missing(self) -> None:
+        """Warn of the models that the run has not saved, when it has ended."""
+        names = [folder_name(mark) for mark in self.marks]
+        missing = [name for name in names if not (self.folder / name).exists()]
+        if missing:
+            logger.warning(
+                f"save_words: {', '.join(missing)} not saved: the run was beyond that when it was given, or has ended "
+                f"before, after {self.progress.words_seen:,.0f} words"
+            )
+
+    def _save(self, words, model):
+        step = self.progress.step
+        words_seen = self.progress.words_seen
         path = self.folder / folder_name(words)
         with folders.atomic_folder(path, f", and {GO_ON}; the checkpoints are unchanged") as partial:
             save_model(model, partial)
             save_tokenizer(self.tokenizer, partial)
-            folders.write_json(partial / WORDS_FILE, {"words": words, "step": step, "words_seen": self.seen})
+            folders.write_json(partial / WORDS_FILE, {"words": words, "step": step, "words_seen": words_seen})
             record = {**self.record, "checkpoint_step": step, "checkpoint_words": words}
             folders.write_json(partial / card.RUN_FILE, record)
             text = card.render_card(partial, self.folder.resolve().name)
             (partial / card.CARD_FILE).write_text(text, encoding="utf-8")
-        logger.info(f"{path}: saved after {self.seen:,.0f} words (step {step:,})")
+        logger.info(f"{path}: saved after {words_seen:,.0f} words (step {step:,})")

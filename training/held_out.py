@@ -51,8 +51,12 @@ class HeldOutPairs:
 
     def __init__(self, corpus: TokenizedCorpus, tokenizer, run, most_tokens: int, name: str, ranks: Ranks = ALONE):
         # An evaluation holds all logits of a micro-batch in memory, training does not.
-        logits = LOGITS_AT_ONCE / len(tokenizer) / run.mlm_probabilities()[1]
-        self.run, self.most_tokens, self.name, self.ranks = run, min(most_tokens, int(logits)), name, ranks
+        most_predicted = LOGITS_AT_ONCE / len(tokenizer)
+        _, last_share = run.mlm_probabilities()
+        self.run = run
+        self.most_tokens = min(most_tokens, int(most_predicted / last_share))
+        self.name = name
+        self.ranks = ranks
         once = dataclasses.replace(run, seed=HELD_OUT_SEED, source_weights=[])  # each document once
         self.pairs = EpochPairs(corpus, once, run.max_seq_length, name)
         self.make_batch = BatchMaker(corpus, tokenizer, run, run.max_seq_length)
@@ -69,21 +73,22 @@ class HeldOutPairs:
         """Whether there is a pair to evaluate on; with a second loss, one with a label."""
         return any(map(len, self._labelled_parts()))
 
-    def one(self) -> dict[str, torch.Tensor]:
+    def first_with_target(self) -> dict[str, torch.Tensor]:
         """
-        As `first_with_target`, of the pairs to evaluate on; with a second loss, of those with a label.
+        As `data.batches.first_with_target`, of the pairs to evaluate on; with a second loss, of those with a label.
 
         Raises:
             UserError: the text has no pair of segments, or no token to predict.
         """
         return first_with_target(self.make_batch, self._labelled_parts(), self.name)
 
-    def beside(self) -> dict[str, float]:
-        """`one_segment_accuracy` of all pairs, by its name in metrics.json, to read a model's accuracy beside it."""
+    def one_segment_accuracy(self) -> dict[str, float]:
+        """`pairs.one_segment_accuracy`, by its name in metrics.json, to read a model's accuracy beside it."""
         if not self.make_batch.has_labels:
             return {}
-        of_first_window = (self.pairs.corpus, self.pairs.window(0, 0), len(self.make_batch.is_continuation))
-        return {f"eval_{self.run.objective}_one_segment_accuracy": one_segment_accuracy(*of_first_window)}
+        first_window = self.pairs.window(0, 0)
+        accuracy = one_segment_accuracy(self.pairs.corpus, first_window, self.make_batch.vocab_size)
+        return {f"eval_{self.run.objective}_one_segment_accuracy": accuracy}
 
     def _labelled_parts(self):
         for pairs in self.parts():

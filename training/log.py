@@ -1,5 +1,6 @@
 """The log of a run: training_log.jsonl, the terminal, trackers such as TensorBoard, events, speed."""
 
+import contextlib
 import datetime
 import itertools
 import json
@@ -8,7 +9,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
@@ -19,12 +20,12 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from tqdm.auto import tqdm
 
 from d2l_bert import folders
-from d2l_bert.messages import GO_ON, READ_ERRORS, explained, launched_rank, refuse_first, writing
+from d2l_bert.messages import GO_ON, READ_ERRORS, UserError, explained, launched_rank, writing
 from d2l_bert.model_cards.figures import INITIAL_LOSS
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.pair_tasks import PAIR_TASKS, pair_task, unit
 from d2l_bert.records import check_type
-from d2l_bert.training.checkpoint import checkpoints
+from d2l_bert.training.checkpoint import Progress, checkpoints
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.devices import MATMUL_DTYPES, matmul_peak, on_main
 from d2l_bert.training.optimizer import StepStats
@@ -94,10 +95,6 @@ def check_row(row: object, unit: str) -> None:
         raise ValueError(f"step {row['step']}: an event without a reason")
 
 
-def _refuse(constant):
-    raise ValueError(f"{constant} is no number of JSON")
-
-
 def line_of(row: dict, total: int) -> str:
     """
     A row of the training log as a line for a person.
@@ -105,29 +102,42 @@ def line_of(row: dict, total: int) -> str:
     Args:
         total: the number of steps of the run.
     """
-    if "event" in row:
-        return row["reason"]
+    kind = kind_of(row)
+    if kind == "held_out":
+        return _held_out_line(row)
+    if kind == "train":
+        return _train_line(row, total)
+    return row["reason"]
+
+
+def _held_out_line(row):
+    figures = [f"MLM loss {row['eval_mlm_loss']:.3f}, accuracy {row['eval_mlm_accuracy']:.1%}"]
     task = pair_task(row)
-    if kind_of(row) == "held_out":
-        keys = ("mlm", task.key) if task else ("mlm",)
-        figures = (
-            f"{k.upper()} loss {row[f'eval_{k}_loss']:.3f}, accuracy {row[f'eval_{k}_accuracy']:.1%}" for k in keys
+    if task:
+        loss, accuracy = row[f"eval_{task.key}_loss"], row[f"eval_{task.key}_accuracy"]
+        one_segment = row[f"eval_{task.key}_one_segment_accuracy"]
+        figures.append(
+            f"{task.key.upper()} loss {loss:.3f}, accuracy {accuracy:.1%} (one segment alone: {one_segment:.1%})"
         )
-        one_segment = f" (one segment alone: {row[f'eval_{task.key}_one_segment_accuracy']:.1%})" if task else ""
-        return f"held out: {'; '.join(figures)}{one_segment}"
-    losses = "no loss"  # each of its steps was left out, or had no token to predict
-    if "loss" in row:
-        pair_loss = f", {task.short} {row[f'{task.key}_loss']:.3f}" if task else ""
-        losses = f"loss {row['loss']:.3f} (MLM {row['mlm_loss']:.3f}{pair_loss})"
-    parts = (
-        f"step {row['step']:>{len(str(total))}}/{total}",
-        losses,
-        f"skipped {row['skipped_steps']}" if "skipped_steps" in row else "",
-        f"rate {row['learning_rate']:.2e}",
-        f"{row['tokens_per_second']:,.0f} tokens/s, MFU {row['mfu']:.1%}",
-        f"{datetime.timedelta(seconds=round(row['seconds_left']))} left",
-    )
-    return "  ".join(filter(None, parts))
+    return f"held out: {'; '.join(figures)}"
+
+
+def _train_line(row, total):
+    parts = [f"step {row['step']:>{len(str(total))}}/{total}"]
+    task = pair_task(row)
+    if "loss" not in row:
+        parts.append("no loss")  # each of its steps was left out, or had no token to predict
+    elif task:
+        pair_loss = row[f"{task.key}_loss"]
+        parts.append(f"loss {row['loss']:.3f} (MLM {row['mlm_loss']:.3f}, {task.short} {pair_loss:.3f})")
+    else:
+        parts.append(f"loss {row['loss']:.3f} (MLM {row['mlm_loss']:.3f})")
+    if "skipped_steps" in row:
+        parts.append(f"skipped {row['skipped_steps']}")
+    parts.append(f"rate {row['learning_rate']:.2e}")
+    parts.append(f"{row['tokens_per_second']:,.0f} tokens/s, MFU {row['mfu']:.1%}")
+    parts.append(f"{datetime.timedelta(seconds=round(row['seconds_left']))} left")
+    return "  ".join(parts)
 
 
 def stage_changes(run: PretrainConfig) -> dict[int, dict]:
@@ -139,13 +149,19 @@ def stage_changes(run: PretrainConfig) -> dict[int, dict]:
         pairs of full length a step.
     """
     changes = {}
-    for (_, length_before, batch_before), (first, length, batch) in itertools.pairwise(run.stages(run.max_steps)):
-        label = [f"{length_before} → {length} tokens"] if length != length_before else []
+    for before, after in itertools.pairwise(run.stages(run.max_steps)):
+        _, length_before, batch_before = before
+        first, length, batch = after
+        step = first + 1  # stages count from 0
         units = f"{run.pairs_a_step(batch, length):,} {unit(PAIR_TASKS.get(run.objective))}"
-        reason = f"step {first + 1}: from here on, a step has {units} of {length} tokens"
-        reason += f"; the evaluation always uses {run.max_seq_length} tokens" if label else ""
-        label += [f"batch {batch_before} → {batch}"] if batch != batch_before else []
-        changes[first + 1] = {"step": first + 1, "event": "stage", "reason": reason, "label": ", ".join(label)}
+        reason = f"step {step}: from here on, a step has {units} of {length} tokens"
+        labels = []
+        if length != length_before:
+            reason += f"; the evaluation always uses {run.max_seq_length} tokens"
+            labels.append(f"{length_before} → {length} tokens")
+        if batch != batch_before:
+            labels.append(f"batch {batch_before} → {batch}")
+        changes[step] = {"step": step, "event": "stage", "reason": reason, "label": ", ".join(labels)}
     return changes
 
 
@@ -157,14 +173,15 @@ class RunLog:
     Every process must call each method at the same point of the run; only the main process writes. A resumed run
     repeats the steps after its checkpoint, so it deletes their rows.
 
-    `rows` are the rows of the log. The training loop adds the seconds in which it waits for batches to `waited`, and
-    those of evaluations and saves, which do not count, to `clock_start`, where the time of the next row begins.
-
     Args:
         folder: the run's folder.
         run: the options, with the number of steps (`max_steps`).
-        state: the state in a checkpoint to resume from; a dict with only `step` at the start of a run, which replaces
-            the log of an earlier one.
+        progress: how far the run has come; the training loop moves it on. At step 0 the log of an earlier run is
+            replaced.
+
+    Attributes:
+        rows: the rows of the log.
+        bar: the progress bar.
 
     Raises:
         UserError: from any method, if the log cannot be read or written; or a number is not finite, as JSON has no
@@ -172,23 +189,35 @@ class RunLog:
     """
 
     def __init__(
-        self, accelerator: Accelerator, folder: Path, run: PretrainConfig, architecture: D2lBertConfig, state: dict
+        self,
+        accelerator: Accelerator,
+        folder: Path,
+        run: PretrainConfig,
+        architecture: D2lBertConfig,
+        progress: Progress,
     ):
-        self.accelerator, self.path, self.architecture = accelerator, folder / LOG_FILE, architecture
-        self.step, self.max_steps, self.learning_rate = state["step"], run.max_steps, 0.0
-        self.skipped_in_a_row, self.changes = state.get("skipped_in_a_row", 0), stage_changes(run)
+        self.accelerator = accelerator
+        self.path = folder / LOG_FILE
+        self.architecture = architecture
+        self.progress = progress
+        self.max_steps = run.max_steps
         self.task = PAIR_TASKS.get(run.objective)
         self.unit = unit(self.task)
+        self.changes = stage_changes(run)
         peak = matmul_peak(accelerator.device, MATMUL_DTYPES[accelerator.mixed_precision])
         # Of all processes together, in operations a second.
         self.peak = float(accelerator.gather(torch.tensor(peak, device=accelerator.device)).sum())
-        self.steps, self.waited = [], 0.0  # since the last row: statistics of the steps, seconds of waiting
-        self.rows = on_main(self._open, state.get("rows", 0))
+        # Of the steps since the last row: their figures, the last one's rate, the seconds of waiting for batches.
+        self.steps: list[StepStats] = []
+        self.learning_rate = 0.0
+        self.waited = 0.0
+        self.rows = on_main(self._open)
+        progress.rows = len(self.rows)
         used_memory(accelerator.device)  # resets the peak: the first row is without the memory of the setup
-        self.clock_start = time.monotonic()
+        self.start_clock()
         self.bar = tqdm(
             total=self.max_steps,
-            initial=self.step,
+            initial=progress.step,
             desc="training",
             unit="step",
             disable=not sys.stderr.isatty() or bool(launched_rank()),
@@ -196,33 +225,43 @@ class RunLog:
             bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left",
         )
 
-    def add_step(self, step: int, stats: StepStats, learning_rate: float) -> None:
+    def start_clock(self) -> None:
+        """Let the time of the next row begin now."""
+        self.row_began = time.monotonic()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A block in which the training waits for a batch."""
+        began = time.monotonic()
+        yield
+        self.waited += time.monotonic() - began
+
+    @contextlib.contextmanager
+    def pausing(self) -> Iterator[None]:
+        """A block that does not count as training: evaluations and saves."""
+        began = time.monotonic()
+        yield
+        self.row_began += time.monotonic() - began
+
+    def add_step(self, stats: StepStats, learning_rate: float) -> None:
         """
-        Add the losses and counts of a step, and report events of that step.
+        Add the losses and counts of the step that `progress` has just counted, and report its events.
 
         Raises:
             UserError: training has diverged: too many steps in a row were skipped.
         """
-        self.step, self.learning_rate = step, learning_rate
+        step = self.progress.step
         self.steps.append(stats)
+        self.learning_rate = learning_rate
         self.bar.update()
         if step in self.changes:
             self.record(self.changes[step])
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if stats.skipped else 0
         if stats.skipped:
-            reason = (
-                f"step {step} is left out, as it is not finite: loss {stats.mlm_loss + stats.pair_loss:g}, gradient "
-                f"norm {stats.grad_norm:g}"
-            )
+            loss = stats.mlm_loss + stats.pair_loss
+            reason = f"step {step} is left out, as it is not finite: loss {loss:g}, gradient norm {stats.grad_norm:g}"
             self.record({"step": step, "event": "skipped", "reason": reason})
-        if self.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
-            last = checkpoints(self.path.parent)[-1:]
-            way_out = "".join(f", or lower the rate from --init_from {path}" for path in last)
-            message = (
-                f"training has diverged: loss or gradient was not finite in {MAX_SKIPPED_IN_A_ROW} steps in a row, up "
-                f"to step {step}; start again with a lower --learning_rate or --max_grad_norm{way_out}"
-            )
-            on_main(refuse_first, {message: True})
+        if self.progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+            on_main(self._refuse_to_go_on)
 
     def write_row(self) -> None:
         """
@@ -237,33 +276,43 @@ class RunLog:
         """
         if not self.steps:
             return
-        seconds, steps = time.monotonic() - self.clock_start, len(self.steps)
-        total = StepStats(*map(sum, zip(*self.steps, strict=True)))
+        seconds = time.monotonic() - self.row_began
+        total = StepStats(*(sum(figures) for figures in zip(*self.steps, strict=True)))
+        operations = training_arithmetic(self.architecture, total, self.task is not None)
         row = {
-            **self._losses(),
+            "step": self.progress.step,
+            **self._mean_losses(),
             "learning_rate": self.learning_rate,
             "seconds": seconds,
             self.unit: round(total.examples),
             "tokens_per_second": total.tokens / seconds,
             "padding_share": 1 - total.tokens / total.padded_tokens,
             "data_wait_share": self.waited / seconds,
-            "seconds_left": (self.max_steps - self.step) * seconds / steps,
-            "mfu": training_arithmetic(self.architecture, total, self.task is not None) / (seconds * self.peak),
+            "seconds_left": (self.max_steps - self.progress.step) * seconds / len(self.steps),
+            "mfu": operations / (seconds * self.peak),
             "memory_mb": used_memory(self.accelerator.device),
-            **({"skipped_steps": round(total.skipped)} if total.skipped else {}),
         }
-        self.steps, self.waited, self.clock_start = [], 0.0, time.monotonic()
-        self.record({"step": self.step, **row})
+        if total.skipped:
+            row["skipped_steps"] = round(total.skipped)
+        self.steps = []
+        self.waited = 0.0
+        self.start_clock()
+        self.record(row)
 
-    def held_out_metrics(self) -> dict:
-        """The result of the last evaluation, if it was after the last step; else nothing."""
-        rows = (row for row in self.rows if kind_of(row) == "held_out" and row["step"] == self.step)
-        return {name: value for row in rows for name, value in row.items() if name != "step"}
+    def last_evaluation(self) -> dict[str, float]:
+        """The figures of the last evaluation, if it was after the last step; else nothing."""
+        found = {}
+        for row in self.rows:
+            if kind_of(row) == "held_out" and row["step"] == self.progress.step:
+                found = {name: value for name, value in row.items() if name != "step"}
+        return found
 
-    def initial_metrics(self) -> dict:
+    def initial_metrics(self) -> dict[str, float]:
         """The MLM loss before the first step, by its name in metrics.json, if it was measured."""
-        first = next((row for row in self.rows if kind_of(row) == "held_out"), {"step": None})
-        return {INITIAL_LOSS: first["eval_mlm_loss"]} if first["step"] == 0 else {}
+        for row in self.rows:
+            if kind_of(row) == "held_out" and row["step"] == 0:
+                return {INITIAL_LOSS: row["eval_mlm_loss"]}
+        return {}
 
     def speed(self) -> dict[str, float]:
         """
@@ -276,10 +325,10 @@ class RunLog:
             UserError: there is no row: the run has resumed from its last step, and its log is gone.
         """
         rows = [row for row in self.rows if kind_of(row) == "train"]
-        refuse_first(
-            {"no row of training; put back the log of the run, or go on from an earlier checkpoint": not rows},
-            f"{self.path}: ",
-        )
+        if not rows:
+            raise UserError(
+                f"{self.path}: no row of training; put back the log of the run, or go on from an earlier checkpoint"
+            )
         seconds = sum(row["seconds"] for row in rows)
         tokens = [row["tokens_per_second"] * row["seconds"] for row in rows]
         padded = sum(count / (1 - row["padding_share"]) for count, row in zip(tokens, rows, strict=True))
@@ -288,51 +337,65 @@ class RunLog:
             f"train_{self.unit}_per_second": sum(row[self.unit] for row in rows) / seconds,
             "train_tokens_per_second": sum(tokens) / seconds,
             "train_padding_share": 1 - sum(tokens) / padded,
-            **{
-                f"train_{name}": sum(row[name] * row["seconds"] for row in rows) / seconds
-                for name in ("data_wait_share", "mfu")
-            },
+            "train_data_wait_share": sum(row["data_wait_share"] * row["seconds"] for row in rows) / seconds,
+            "train_mfu": sum(row["mfu"] * row["seconds"] for row in rows) / seconds,
             "train_skipped_steps": sum(row.get("skipped_steps", 0) for row in rows),
             "train_memory_mb": max(row["memory_mb"] for row in rows),
         }
-
-    def _losses(self):
-        counted = [step for step in self.steps if not step.skipped and step.masked_tokens]
-        if not counted:
-            return {}
-        mlm_loss, pair_loss, norm = map(statistics.fmean, zip(*(step[:3] for step in counted), strict=True))
-        pair_entry = {f"{self.task.key}_loss": pair_loss} if self.task else {}
-        return {"loss": mlm_loss + pair_loss, "mlm_loss": mlm_loss, **pair_entry, "grad_norm": norm}
-
-    def _open(self, rows):
-        """
-        Delete the rows after the step that the run goes on from, and a last line whose write was interrupted.
-
-        Args:
-            rows: how many rows the log had at that step.
-        """
-        kept = []
-        if self.step and self.path.exists():
-            with explained(f"{self.path}: damaged", "put it back, or take it away", *READ_ERRORS, RecursionError):
-                lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-                found = [json.loads(line, parse_constant=_refuse) for line in lines if line.endswith("\n")]
-                for row in found:
-                    check_row(row, self.unit)
-                kept = [row for row in found if row["step"] <= self.step]
-        if len(kept) < rows:
-            logger.warning(f"{self.path}: rows of earlier steps are gone; the run's speed is that of the other rows")
-        with writing(self.path, f", and {GO_ON}"), folders.atomic_file(self.path) as partial:
-            partial.write_text("".join(f"{json.dumps(row)}\n" for row in kept))
-        return kept
 
     def record(self, row: dict) -> None:
         """Send a row with its `step` to the log file, the trackers and the terminal."""
         on_main(self._append, row)
         self.rows.append(row)
+        self.progress.rows = len(self.rows)
         if "event" not in row:
-            send_to_trackers(self.accelerator, row)
+            send_to_trackers(self.accelerator, row)  # processes but the main one have no trackers
         level = logging.WARNING if kind_of(row) == "skipped" else logging.INFO
         logger.log(level, line_of(row, self.max_steps))
+
+    def _mean_losses(self):
+        """The entries of a row that are means over its steps; none if no step counts."""
+        counted = [step for step in self.steps if not step.skipped and step.masked_tokens]
+        if not counted:
+            return {}
+        mlm_loss = statistics.fmean(step.mlm_loss for step in counted)
+        pair_loss = statistics.fmean(step.pair_loss for step in counted)
+        means = {"loss": mlm_loss + pair_loss, "mlm_loss": mlm_loss}
+        if self.task:
+            means[f"{self.task.key}_loss"] = pair_loss
+        means["grad_norm"] = statistics.fmean(step.grad_norm for step in counted)
+        return means
+
+    def _refuse_to_go_on(self):
+        way_out = ""
+        saved = checkpoints(self.path.parent)
+        if saved:
+            way_out = f", or lower the rate from --init_from {saved[-1]}"
+        raise UserError(
+            f"training has diverged: loss or gradient was not finite in {MAX_SKIPPED_IN_A_ROW} steps in a row, up to "
+            f"step {self.progress.step}; start again with a lower --learning_rate or --max_grad_norm{way_out}"
+        )
+
+    def _open(self):
+        """Delete the rows after the step that the run goes on from, and a last line whose write was interrupted."""
+        kept = []
+        if self.progress.step and self.path.exists():
+            with explained(f"{self.path}: damaged", "put it back, or take it away", *READ_ERRORS, RecursionError):
+                kept = [row for row in self._rows_of_file() if row["step"] <= self.progress.step]
+        if len(kept) < self.progress.rows:
+            logger.warning(f"{self.path}: rows of earlier steps are gone; the run's speed is that of the other rows")
+        with writing(self.path, f", and {GO_ON}"), folders.atomic_file(self.path) as partial:
+            partial.write_text("".join(f"{json.dumps(row)}\n" for row in kept))
+        return kept
+
+    def _rows_of_file(self):
+        rows = []
+        for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.endswith("\n"):
+                rows.append(json.loads(line, parse_constant=_refuse_constant))
+        for row in rows:
+            check_row(row, self.unit)
+        return rows
 
     def _append(self, row):
         way_out = "training has diverged: lower learning_rate and start again"
@@ -340,6 +403,10 @@ class RunLog:
             line = json.dumps(row, allow_nan=False)
         with writing(self.path, f", and {GO_ON}"), self.path.open("a") as file:
             file.write(line + "\n")  # one write, when the file is closed
+
+
+def _refuse_constant(constant):
+    raise ValueError(f"{constant} is no number of JSON")
 
 
 def used_memory(device: torch.device) -> float:
@@ -368,15 +435,15 @@ def check_trackers(names: list[str], installed: Iterable[str]) -> list[str] | No
     Raises:
         UserError: a tracker is unknown, or not installed; Accelerate and Transformers would ignore it.
     """
-    names = [] if names == ["none"] else names
-    takes = f"none, or trackers that are installed here ({', '.join(installed) or 'none is'})"
-    refuse_first(
-        {
-            f"report_to takes {takes}, got {name!r}"
-            f"{f'; pip install {name}' if name in LOGGER_TYPE_TO_CLASS else ''}": name not in installed
-            for name in names
-        }
-    )
+    if names == ["none"]:
+        names = []
+    for name in names:
+        if name not in installed:
+            there = ", ".join(installed) or "none is"
+            known = f"; pip install {name}" if name in LOGGER_TYPE_TO_CLASS else ""
+            raise UserError(
+                f"report_to takes none, or trackers that are installed here ({there}), got {name!r}{known}"
+            )
     return names or None
 
 
@@ -446,10 +513,12 @@ def training_arithmetic(config: D2lBertConfig, counts, pair_task: bool) -> float
             task).
         pair_task: whether the model has a pooler and a head for pairs.
     """
-    hidden, tokens = config.hidden_size, counts.tokens
+    hidden = config.hidden_size
+    tokens = counts.tokens
     tokens_read = counts.masked_tokens + (counts.examples if pair_task else 0)  # by a head: masked tokens, and [CLS]
-    # Over all blocks. In the last one only the tokens that a head reads have a query.
-    keys, queries = config.num_hidden_layers * tokens, (config.num_hidden_layers - 1) * tokens + tokens_read
+    # Numbers of tokens, over all blocks. In the last one only the tokens that a head reads have a query.
+    keys = config.num_hidden_layers * tokens
+    queries = (config.num_hidden_layers - 1) * tokens + tokens_read
     # Multiplications: of keys and values; of queries, attention's output and the feed-forward network; and
     # Q K^T and the probabilities times V, over all heads.
     products = 2 * hidden**2 * keys + (2 * hidden**2 + 2 * hidden * config.intermediate_size) * queries

@@ -1,17 +1,13 @@
-"""`pretrain`: from options and text to a model folder; the training loop; the dry run; signals."""
+"""`pretrain`: from options and text to a model folder; the training loop; the dry run."""
 
 import contextlib
 import copy
 import dataclasses
 import itertools
 import logging
-import os
 import re
 import runpy
-import signal
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +18,7 @@ from accelerate.utils import gather_object
 from transformers.utils import logging as transformers_logging
 
 from d2l_bert import folders
-from d2l_bert.messages import GO_ON, UserError, explained, is_out_of_memory, refuse_first, report
+from d2l_bert.messages import GO_ON, UserError, explained, is_out_of_memory, report
 from d2l_bert.model_cards.config import check_license
 from d2l_bert.model_cards.publish import check_push, publish_run
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
@@ -30,14 +26,15 @@ from d2l_bert.pair_tasks import PAIR_TASKS, unit
 from d2l_bert.tokenization.prepared_folder import PreparedText, corpus_is_prepared
 from d2l_bert.training import checkpoint, devices, initialize, run_folder, schedule
 from d2l_bert.training.bigram_start import start_from_bigrams
+from d2l_bert.training.checkpoint import Checkpoint, CheckpointSaver, Progress, WordSaver
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data.batches import Ranks, with_objective
-from d2l_bert.training.data.order import START
-from d2l_bert.training.data.steps import TrainingSteps, load
+from d2l_bert.training.data.steps import Step, TrainingSteps, steps_ahead
 from d2l_bert.training.devices import main_first, on_main, together
 from d2l_bert.training.held_out import HeldOutPairs, token_entropy
 from d2l_bert.training.log import RunLog, check_trackers, start_trackers, used_memory
 from d2l_bert.training.optimizer import Learner
+from d2l_bert.training.signals import StopSignals, signal_name
 
 
 logger = logging.getLogger(__name__)
@@ -67,7 +64,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
     """
     devices.start_processes()
     transformers_logging.disable_progress_bar()  # Transformers shows a bar for each file that it saves
-    with explain_failures(), contextlib.ExitStack() as stack:
+    with lost_processes_explained(), contextlib.ExitStack() as stack:
         with together():
             trackers, folder = check_options(architecture, run), run_folder.folder_of(run)
             accelerator = devices.make_accelerator(run.mixed_precision, log_with=trackers, project_dir=folder)
@@ -90,7 +87,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
         architecture = copy.deepcopy(architecture)
         architecture.vocab_size, architecture.pad_token_id = len(text.tokenizer), text.tokenizer.pad_token_id
         text.tokenizer.model_max_length = architecture.max_position_embeddings
-        with explain_failures(is_training=True):
+        with lack_of_memory_explained():
             train(run, architecture, text, accelerator, folder, resumed)
     return None if run.dry_run else folder
 
@@ -109,28 +106,24 @@ def check_options(architecture: D2lBertConfig, run: PretrainConfig) -> list[str]
     checkpoint.word_marks(run.save_words)
     if run.license is not None:
         check_license(run.license)
+    if architecture.type_vocab_size < 2 and run.objective != "none":
+        raise UserError("type_vocab_size must be at least 2: a pair has two segments")
     positions = architecture.max_position_embeddings
-    sources = len(run.text_paths()) + len(run.dataset)
-    refuse_first(
-        {
-            "type_vocab_size must be at least 2: a pair has two segments": (
-                architecture.type_vocab_size < 2 and run.objective != "none"
-            ),
+    if run.max_seq_length > positions:
+        raise UserError(
             f"max_seq_length ({run.max_seq_length}) is beyond the model's positions ({positions}); lower it, or raise "
-            f"max_position_embeddings of a fresh model": (run.max_seq_length > positions),
-            **{
-                f"output_dir {folder} lies in the text {path}, and would be read as text; name one outside": (
-                    Path(path).is_dir() and folders.real(folder).is_relative_to(folders.real(path))
-                )
-                for folder in [run_folder.folder_of(run)]
-                for path in run.text_paths()
-            },
-            # The number of sources in a prepared folder is known after reading.
-            f"source_weights: {len(run.source_weights)} weights for {sources} sources; give one for each": (
-                run.source_weights and len(run.source_weights) != sources and not corpus_is_prepared(run)
-            ),
-        }
-    )
+            f"max_position_embeddings of a fresh model"
+        )
+    folder = run_folder.folder_of(run)
+    for path in run.text_paths():
+        if Path(path).is_dir() and folders.real(folder).is_relative_to(folders.real(path)):
+            raise UserError(
+                f"output_dir {folder} lies in the text {path}, and would be read as text; name one outside"
+            )
+    sources = len(run.text_paths()) + len(run.dataset)
+    # The number of sources in a prepared folder is known after reading.
+    if run.source_weights and len(run.source_weights) != sources and not corpus_is_prepared(run):
+        raise UserError(f"source_weights: {len(run.source_weights)} weights for {sources} sources; give one for each")
     return check_trackers(run.report_to, [str(name) for name in get_available_trackers()])
 
 
@@ -144,7 +137,7 @@ def train(
     text: PreparedText,
     accelerator: Accelerator,
     folder: Path,
-    resumed: checkpoint.Checkpoint | None,
+    resumed: Checkpoint | None,
 ) -> None:
     """
     Build the model, train it to its last step, and write everything that the run leaves to its folder.
@@ -156,132 +149,200 @@ def train(
             shown an error.
         UserError: for example the text has no pair, memory ran out, training diverged, or the disk is full.
     """
-    ranks, tokenizer = Ranks(accelerator.num_processes, accelerator.process_index), text.tokenizer
+    ranks = Ranks(accelerator.num_processes, accelerator.process_index)
     with together():
-        held_out = HeldOutPairs(text.held_out, tokenizer, run, run.most_tokens(), text.held_out_name(), ranks)
-        held_out.one()  # a text without a pair is refused before the first step
-        one_segment = held_out.beside()
+        held_out = HeldOutPairs(text.held_out, text.tokenizer, run, run.most_tokens(), text.held_out_name(), ranks)
+        held_out.first_with_target()  # a text without a pair is refused before the first step
+        one_segment = held_out.one_segment_accuracy()
         identity = run_folder.make_identity(run, architecture, text)
     on_main(run_folder.check_same_identity, gather_object([identity]))
-    torch.manual_seed(run.seed)
-    with together():
-        model = initialize.make_model(architecture, run, tokenizer, resumed is not None)
-    if run.attention_init == "bigrams" and not resumed:
-        on_main(start_from_bigrams, model, run, text, share_result=False)
-        devices.share_weights(model, accelerator)
-    learner = Learner(accelerator, model, run)
-    with devices.compiled_blocks(learner.model, run.torch_compile), contextlib.ExitStack() as stack:
-        state = {"step": 0, "cursor": START}
+    learner = Learner(accelerator, build_model(run, architecture, text, accelerator, resumed is None), run)
+    with devices.compiled_blocks(learner.model, run.torch_compile):
+        progress = Progress()
         if resumed:
             on_main(run_folder.check_identity, resumed.state["identity"], identity, f"{resumed.path}", resumed.path)
             learner.load(resumed)
-            state = resumed.state
+            progress = resumed.progress()
             logger.info(f"going on from {resumed.path}")
-        if resumed and run.max_steps not in (None, state["max_steps"]):
-            raise UserError(f"{resumed.path}: is of a run of {state['max_steps']:,} steps; give --max_steps that")
-        max_steps = state["max_steps"] if resumed else schedule.find_max_steps(run, text, learner, held_out, ranks)
-        run = dataclasses.replace(run, max_steps=max_steps, num_train_epochs=None, max_minutes=None)
+        run = with_max_steps(run, text, learner, held_out, ranks, resumed)
         with together():
-            steps = TrainingSteps(run, text, max_steps, ranks, on_gpu=accelerator.device.type == "cuda")
+            steps = TrainingSteps(run, text, run.max_steps, ranks, on_gpu=accelerator.device.type == "cuda")
             if resumed:
-                what = f"{resumed.path / checkpoint.STATE_FILE}: is of no run on this text"
-                with explained(what, "give another checkpoint-<step> folder", ValueError):
-                    steps.check_place(state["step"], tuple(state["cursor"]), state.get("words_seen", 0.0))
+                check_place(steps, resumed)
         if run.dry_run:
             report_dry_run(run, learner, steps, int(text.train.words_before[-1]))
             return
-        start, cursor = state["step"], state["cursor"]
         record = run_folder.make_record(run, architecture, text, accelerator)
-        on_main(run_folder.start_folder, folder, record, start)
-        words = checkpoint.WordSaver(learner, folder, record, tokenizer, checkpoint.word_marks(run.save_words), state)
-        on_main(words.keep_earlier)
-        on_main(start_trackers, accelerator, folder, record, start)
-        log = RunLog(accelerator, folder, run, architecture, state)
-        saved = resumed  # the last checkpoint
-        # Inside the block a signal ends the run after the current step; before the block it ends the process at once.
-        stop = stack.enter_context(StopSignals(accelerator))
-        stack.enter_context(contextlib.closing(log.bar))
-
-        def evaluate():
-            """Evaluate on the held-out batches; log nothing if a signal stops the run meanwhile."""
-            metrics = learner.evaluate(itertools.takewhile(lambda _: not stop.should_stop(), held_out))
-            if metrics and not stop.should_stop():
-                log.record({"step": log.step, **metrics, **one_segment})
-
-        def save(step):
-            content = {
-                "step": step,
-                "cursor": cursor,
-                "skipped_in_a_row": log.skipped_in_a_row,
-                "rows": len(log.rows),
-                "words_seen": words.seen,
-                "max_steps": max_steps,
-                "identity": identity,
-                "scaler": accelerator.scaler.state_dict() if accelerator.scaler else None,
-            }
-            model, tensors, path = learner.full_model(), learner.tensors(), folder / f"checkpoint-{step}"
-            on_main(checkpoint.write_checkpoint, path, model, tokenizer, tensors, content, run.save_total_limit)
-            return checkpoint.Checkpoint(path, content)
-
-        made = load(steps, start, cursor, run.dataloader_num_workers, lambda: bool(stop.received_signal))
-        loaded = stack.enter_context(contextlib.closing(made))
-        # The figures of the model that the run starts from; or those that a signal has kept an earlier run from.
-        knows_already = run.init_from is not None or run.attention_init == "bigrams"
-        is_due = "evaluate" in schedule.due_after(run, start) if start else knows_already
-        if is_due and not log.held_out_metrics():
-            evaluate()
-        log.clock_start = time.monotonic()
-        for number in range(start + 1, max_steps + 1):
-            waiting_since = time.monotonic()
-            step = next(loaded, None)  # None if a signal has stopped the run
-            log.waited += time.monotonic() - waiting_since
+        on_main(run_folder.start_folder, folder, record, progress.step)
+        marks = checkpoint.word_marks(run.save_words)
+        words = checkpoint.WordSaver(learner, folder, record, text.tokenizer, marks, progress)
+        on_main(words.delete_later_ones)
+        on_main(start_trackers, accelerator, folder, record, progress.step)
+        log = RunLog(accelerator, folder, run, architecture, progress)
+        checkpoints = CheckpointSaver(learner, folder, text.tokenizer, run, identity, progress, resumed)
+        stop = StopSignals(accelerator)
+        loop = Loop(run, learner, held_out, one_segment, progress, log, words, checkpoints, stop)
+        # Within the block a signal ends the run after its step; before and after it, the process at once.
+        with stop, contextlib.closing(log.bar), contextlib.closing(loop.batches(steps)) as batches:
+            loop.train(batches)
             if stop.should_stop():
-                break
-            rate, cursor = schedule.learning_rate(run, number), step.cursor
-            words.seen += step.words
-            log.add_step(number, learner.step(number, step, rate), rate)
-            due = schedule.due_after(run, number)
-            if "log" in due:
-                log.write_row()
-            trained_until = time.monotonic()
-            if "evaluate" in due:
-                evaluate()
-            # After a skipped step the weights may be bad, and each new checkpoint deletes an old one.
-            if not log.skipped_in_a_row:
-                words.save_due(number)
-            if ("save" in due and not log.skipped_in_a_row) or number == max_steps:
-                saved = save(number)
-            log.clock_start += time.monotonic() - trained_until  # evaluations and saves do not count
-        if stop.should_stop():
-            log.write_row()
-            if log.step > (saved.state["step"] if saved else 0) and not log.skipped_in_a_row:
-                saved = save(log.step)
-            how_to_resume = f"{saved.path} is saved; go on" if saved else "nothing is lost; start"
-            is_latest = not saved or saved.path in checkpoint.checkpoints(saved.path.parent)[-1:]
-            logger.warning(
-                f"{signal_name(stop.agreed_signal)}: stopped; {how_to_resume} with the same command and "
-                f"--resume_from_checkpoint {'latest' if is_latest else saved.path}"
-            )
-            devices.shut_down(accelerator)
-            raise SystemExit(128 + stop.agreed_signal)  # 143 after SIGTERM, 130 after Ctrl-C
-    named = map(checkpoint.folder_name, checkpoint.word_marks(run.save_words))
-    if missing := ", ".join(name for name in named if not (folder / name).exists()):
-        logger.warning(
-            f"save_words: {missing} not saved: the run was beyond that when it was given, or has ended before, after "
-            f"{words.seen:,.0f} words"
-        )
+                loop.end_early()
+    words.report_missing()
     model = learner.full_model(averaged=True)
     metrics = {
-        **log.held_out_metrics(),
+        **log.last_evaluation(),
         **log.initial_metrics(),
         **on_main(log.speed),
-        "train_words_seen": words.seen,
+        "train_words_seen": progress.words_seen,
         "eval_token_entropy": token_entropy(text),
     }
     report.info(on_main(run_folder.finish_folder, folder, text, record, model, metrics, log.rows, held_out))
     if run.push_to_hub:
         report.info(on_main(publish_run, folder, run.hub_model_id, run.known_license(), not run.hub_private_repo))
     devices.shut_down(accelerator)
+
+
+@dataclasses.dataclass
+class Loop:
+    """
+    The training loop of a run, with everything that it works on.
+
+    Every process must call each method at the same point of the run.
+    """
+
+    run: PretrainConfig
+    learner: Learner
+    held_out: HeldOutPairs
+    one_segment: dict[str, float]
+    progress: Progress
+    log: RunLog
+    words: WordSaver
+    checkpoints: CheckpointSaver
+    stop: StopSignals
+
+    def batches(self, steps: TrainingSteps) -> Iterator[Step]:
+        """The steps after `progress`, made ahead. They end early when a signal has come to this process."""
+        return steps_ahead(
+            steps,
+            self.progress.step,
+            self.progress.cursor,
+            self.run.dataloader_num_workers,
+            lambda: bool(self.stop.received_signal),
+        )
+
+    def train(self, batches: Iterator[Step]) -> None:
+        """Train to the last step; or until a signal stops the run, after which all processes have the same step."""
+        progress, log = self.progress, self.log
+        if self.is_start_evaluated():
+            self.evaluate()
+        log.start_clock()
+        while progress.step < self.run.max_steps:
+            with log.waiting():
+                batch = next(batches, None)  # None if a signal has come to this process, of which the vote tells all
+            if self.stop.should_stop():
+                return
+            number = progress.step + 1
+            rate = schedule.learning_rate(self.run, number)
+            stats = self.learner.step(number, batch, rate)
+            progress.add(batch.cursor, batch.words, bool(stats.skipped))
+            log.add_step(stats, rate)
+            due = schedule.due_after(self.run, number)
+            if "log" in due:
+                log.write_row()
+            with log.pausing():  # what follows does not count as training
+                if "evaluate" in due:
+                    self.evaluate()
+                # After a skipped step the weights may be bad, and each new checkpoint deletes an old one. The last
+                # step is saved all the same: the run publishes its weights.
+                if not progress.skipped_in_a_row:
+                    self.words.save_due()
+                if "save" in due and (not progress.skipped_in_a_row or number == self.run.max_steps):
+                    self.checkpoints.save()
+
+    def is_start_evaluated(self) -> bool:
+        """Whether the model is evaluated before the first step that this process takes."""
+        if self.log.last_evaluation():
+            return False
+        if self.progress.step:  # a signal has kept the run before from the evaluation that was due
+            return "evaluate" in schedule.due_after(self.run, self.progress.step)
+        return self.run.init_from is not None or self.run.attention_init == "bigrams"  # it knows something already
+
+    def evaluate(self) -> None:
+        """Evaluate on the held-out pairs, and log the figures; not if a signal comes, as they are of a part then."""
+        batches = itertools.takewhile(lambda _: not self.stop.should_stop(), self.held_out)
+        metrics = self.learner.evaluate(batches)
+        if metrics and not self.stop.should_stop():
+            self.log.record({"step": self.progress.step, **metrics, **self.one_segment})
+
+    def end_early(self) -> None:
+        """
+        Save a checkpoint after a signal, and say how to go on.
+
+        Raises:
+            SystemExit: always, with 128 plus the number of the signal: 143 after SIGTERM, 130 after Ctrl-C.
+        """
+        self.log.write_row()
+        saved = self.checkpoints.last
+        if self.progress.step > (saved.state["step"] if saved else 0) and not self.progress.skipped_in_a_row:
+            self.checkpoints.save()
+            saved = self.checkpoints.last
+        name = signal_name(self.stop.agreed_signal)
+        if saved:
+            which = "latest" if self.checkpoints.is_latest(saved) else saved.path
+            logger.warning(
+                f"{name}: stopped; {saved.path} is saved; go on with the same command and --resume_from_checkpoint "
+                f"{which}"
+            )
+        else:
+            logger.warning(
+                f"{name}: stopped; nothing is lost; start with the same command and --resume_from_checkpoint latest"
+            )
+        devices.shut_down(self.learner.accelerator)
+        raise SystemExit(128 + self.stop.agreed_signal)
+
+
+def build_model(
+    run: PretrainConfig, architecture: D2lBertConfig, text: PreparedText, accelerator: Accelerator, is_new: bool
+) -> torch.nn.Module:
+    """The model of a run in every process; with its initial weights if the run is new, else a checkpoint follows."""
+    torch.manual_seed(run.seed)
+    with together():
+        model = initialize.make_model(architecture, run, text.tokenizer, not is_new)
+    if run.attention_init == "bigrams" and is_new:
+        on_main(start_from_bigrams, model, run, text, share_result=False)
+        devices.share_weights(model, accelerator)
+    return model
+
+
+def with_max_steps(
+    run: PretrainConfig,
+    text: PreparedText,
+    learner: Learner,
+    held_out: HeldOutPairs,
+    ranks: Ranks,
+    resumed: Checkpoint | None,
+) -> PretrainConfig:
+    """
+    The options with the number of steps, which is fixed here for the whole run, also where the user gave minutes.
+
+    Raises:
+        UserError: the checkpoint is of a run of another length; or as `schedule.find_max_steps`.
+    """
+    if resumed is None:
+        max_steps = schedule.find_max_steps(run, text, learner, held_out, ranks)
+    else:
+        max_steps = resumed.state["max_steps"]
+        if run.max_steps not in (None, max_steps):  # somebody has changed the checkpoint
+            raise UserError(f"{resumed.path}: is of a run of {max_steps:,} steps; give --max_steps that")
+    return dataclasses.replace(run, max_steps=max_steps, num_train_epochs=None, max_minutes=None)
+
+
+def check_place(steps: TrainingSteps, resumed: Checkpoint) -> None:
+    """Raise `UserError` if a run on this text cannot have come where a checkpoint says that it is."""
+    what = f"{resumed.path / checkpoint.STATE_FILE}: is of no run on this text"
+    progress = resumed.progress()
+    with explained(what, "give another checkpoint-<step> folder", ValueError):
+        steps.check_place(progress.step, progress.cursor, progress.words_seen)
 
 
 def report_dry_run(run: PretrainConfig, learner: Learner, steps: TrainingSteps, text_words: int) -> None:
@@ -300,92 +361,35 @@ def report_dry_run(run: PretrainConfig, learner: Learner, steps: TrainingSteps, 
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Early ends
-
-
-class StopSignals:
-    """
-    A context manager that catches SIGTERM and Ctrl-C, so that the training loop can finish its step, save a
-    checkpoint and exit.
-
-    A second Ctrl-C ends the process at once. A signal that the process ignored before the block stays ignored: a shell
-    without job control starts background commands with SIGINT ignored, so that Ctrl-C ends the foreground command
-    only.
-
-    Attributes:
-        received_signal: the number of the last signal that this process received; 0 if there was none.
-        agreed_signal: the signal on which all processes have agreed to stop; 0 while the run goes on.
-    """
-
-    def __init__(self, accelerator: Accelerator):
-        self.accelerator, self.received_signal, self.agreed_signal = accelerator, 0, 0
-
-    def __enter__(self):
-        # Python allows signal handlers in the main thread only. In another thread no signal is caught.
-        numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
-        self.previous = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
-        for number in self.previous:
-            signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *_):
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-
-    def should_stop(self) -> bool:
-        """
-        Whether any process has received a signal.
-
-        Every process must call this at the same point of the run; all get the same answer.
-        """
-        if not self.agreed_signal:
-            vote = torch.tensor(float(self.received_signal), device=self.accelerator.device)
-            # The maximum is the number of a signal; a sum over several processes is not.
-            votes = self.accelerator.gather(vote) if self.accelerator.num_processes > 1 else vote
-            self.agreed_signal = int(votes.max())
-        return bool(self.agreed_signal)
-
-    def _receive(self, number, frame):
-        is_ctrl_c = number == signal.SIGINT
-        if self.accelerator.is_main_process and not self.received_signal:
-            hint = "; a second Ctrl-C ends the run at once, without saving" if is_ctrl_c else ""
-            # Not by logging: a handler may run inside another write to stderr, which cannot be entered twice.
-            os.write(2, f"{signal_name(number)}: finishing the step and saving{hint}\n".encode())
-        self.received_signal = number
-        if is_ctrl_c:  # the next Ctrl-C ends the process
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def signal_name(number: int) -> str:
-    """The name of a signal in messages: `Ctrl-C` for SIGINT, else the signal's own name."""
-    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+@contextlib.contextmanager
+def lost_processes_explained() -> Iterator[None]:
+    """Turn errors of a broken connection between processes into a `UserError` with a way out."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        is_broken = re.search("gloo|NCCL|Connection .* by peer", reason) or isinstance(
+            error, torch.distributed.DistError
+        )
+        if is_broken and torch.distributed.is_initialized():
+            raise UserError(
+                f"another process of this run is gone, or cannot be reached ({reason:.120}): read the messages of "
+                f"that process; {GO_ON}"
+            ) from None
+        raise
 
 
 @contextlib.contextmanager
-def explain_failures(is_training: bool = False) -> Iterator[None]:
-    """
-    Turn errors of a broken connection between processes into a `UserError` with a hint.
-
-    Args:
-        is_training: whether also those of too little memory, as the run trains: the hint says how a step takes less.
-    """
+def lack_of_memory_explained() -> Iterator[None]:
+    """Turn errors of too little memory, as a run trains, into a `UserError` that says how a step takes less."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        reason = " ".join(str(error).split())
-        is_broken = re.search("gloo|NCCL|Connection .* by peer", reason)
-        refuse_first(
-            {
+        if is_out_of_memory(error):
+            raise UserError(
                 f"out of memory; lower --micro_batch_size, or give --gradient_checkpointing: the steps stay the same; "
-                f"{GO_ON}": is_training and is_out_of_memory(error),
-                f"another process of this run is gone, or cannot be reached ({reason:.120}): read the messages of "
-                f"that process; {GO_ON}": (
-                    (is_broken or isinstance(error, torch.distributed.DistError))
-                    and torch.distributed.is_initialized()
-                ),
-            }
-        )
+                f"{GO_ON}"
+            ) from None
         raise
 
 

@@ -317,7 +317,7 @@ def finish_folder(
         pictures.plot_curves(rows, partial / card.CURVES_FILE)
         # Loaded from the files, as a user of the model loads them.
         published = type(model).from_pretrained(partial)
-        example = held_out.show_example(published, text.tokenizer, pairs.one(), pair_task(metrics))
+        example = held_out.show_example(published, text.tokenizer, pairs.first_with_target(), pair_task(metrics))
         sentences = held_out.example_sentences(text, model.config.max_position_embeddings)
         fill = pipeline("fill-mask", model=D2lBertForMaskedLM.from_pretrained(partial), tokenizer=text.tokenizer)
         filled = [fill(sentence, top_k=min(5, len(text.tokenizer))) for sentence in sentences]

@@ -99,7 +99,8 @@ class BatchMaker:
         self.first_ordinary_id, self.ordinary_end = ordinary_ids(tokenizer)
         self.mlm_probability = run.mlm_probabilities()[1]
         self.has_labels = run.objective != "none"
-        pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+        self.vocab_size = len(tokenizer)
+        pieces = tokenizer.convert_ids_to_tokens(range(self.vocab_size))
         self.is_continuation = np.array([piece.startswith(CONTINUATION) for piece in pieces])
 
     def __call__(
@@ -172,7 +173,7 @@ class BatchMaker:
         ids = np.where(real, self.sep, self.pad)
         ids[:, 0] = self.cls
         of_text = self.tokens.ids[(column + np.where(in_a, a_starts - 1, b_starts - b_columns))[ordinary]]
-        self.tokens.check_ids(of_text, len(self.is_continuation))  # of a large prepared folder they are not, before
+        self.tokens.check_ids(of_text, self.vocab_size)
         ids[ordinary] = of_text
         rules = (self.mask, self.first_ordinary_id, self.ordinary_end, share, self.run.masking, self.is_continuation)
         shares = (self.run.mask_replace_prob, self.run.random_replace_prob)

@@ -174,7 +174,7 @@ class TrainingSteps:
 # Ahead of the training
 
 
-def load(
+def steps_ahead(
     steps: TrainingSteps,
     start: int = 0,
     cursor: tuple[int, int, int] = START,
@@ -246,7 +246,7 @@ def _take_pytorchs_handler():
     Take away PyTorch's handler of SIGCHLD, and return it, if there is one.
 
     A program that has used a `DataLoader` in its main thread has this handler. It raises an error wherever the program
-    is when a worker ends, also when `load` ends it; but `load` looks after its workers itself.
+    is when a worker ends, also when `steps_ahead` ends it; but `steps_ahead` looks after its workers itself.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGCHLD) if in_main_thread and hasattr(signal, "SIGCHLD") else None

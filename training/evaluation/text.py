@@ -198,7 +198,7 @@ def evaluate_text(
         )
         task, rows = None, rows_for(None)
     with messages.explained(model.name, "", messages.UserError):
-        rows.one()  # raises if there is no row, or no token to predict
+        rows.first_with_target()  # raises if there is no row, or no token to predict
     batches = messages.with_progress(
         rows,
         f"{model.name} on {name}",
@@ -207,7 +207,7 @@ def evaluate_text(
         "row",
     )
     counts = held_out.held_out_counts(model, batches, accelerator.device, top_5=True)
-    metrics = held_out.held_out_metrics(accelerator.reduce(counts, "sum"), task) | rows.beside()
+    metrics = held_out.held_out_metrics(accelerator.reduce(counts, "sum"), task) | rows.one_segment_accuracy()
     return {
         **{name.removeprefix("eval_"): value for name, value in metrics.items()},
         "pair_task": task.key if task else None,
