@@ -1,7 +1,6 @@
 """Held-out figures: the pairs to evaluate on, losses and accuracies, and the report of what a model has learnt."""
 
 import dataclasses
-import itertools
 import math
 import shlex
 from collections.abc import Iterator
@@ -31,9 +30,11 @@ from d2l_bert.training.data.pairs import NO_LABEL, one_segment_accuracy
 # A fixed seed: all runs on a corpus have the same held-out pairs and masks.
 HELD_OUT_SEED = 20_181_011
 
-MAX_LOSS = 700  # nats; the perplexity of a higher loss overflows a float
+MAX_LOSS = 700  # nats; the perplexity of a higher loss overflows a float, and the log of a run refuses infinity
 
+# What is summed over held-out batches, in the order of the tensor that processes add up; the last one if it is wanted.
 SUMS = ("mlm_loss", "mlm_correct", "masked_tokens", "pair_loss", "pair_correct", "examples")
+TOP_5 = "mlm_in_top_5"
 
 
 class HeldOutPairs:
@@ -108,36 +109,46 @@ def held_out_counts(model, batches, device, top_5: bool = False) -> torch.Tensor
 
     Returns:
         The sums in the order of `SUMS` (6,), float64, to be added up over all processes. If the batches have no
-        `next_sentence_label`, `pair_loss` and `pair_correct` are 0. With `top_5` one more, the count of those masked
-        tokens (7,).
+        `next_sentence_label`, `pair_loss` and `pair_correct` are 0. With `top_5` one more, `TOP_5` (7,).
     """
     was_training = model.training
     model.eval()
     place = "cpu" if torch.device(device).type == "mps" else device  # Apple's GPUs have no float64
-    sums = torch.zeros(len(SUMS) + top_5, dtype=torch.float64, device=place)
+    names = [*SUMS, TOP_5] if top_5 else SUMS
+    sums = torch.zeros(len(names), dtype=torch.float64, device=place)
     for batch in batches:
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        outputs = model(**batch)
-        logits = outputs.get("prediction_logits", outputs.get("logits"))
-        batch_sums = [*_loss_correct_count(logits, batch["labels"])]
-        if "next_sentence_label" in batch:
-            batch_sums += _loss_correct_count(outputs.seq_relationship_logits, batch["next_sentence_label"])
-        else:
-            batch_sums += [*sums.new_zeros(2), count_examples(batch)]
-        if top_5:
-            is_labelled = batch["labels"] != -100
-            scores, labels = logits[is_labelled], batch["labels"][is_labelled]
-            better = (scores > scores.gather(1, labels[:, None])).sum(1)  # tokens with a higher score than the label's
-            batch_sums.append((better < 5).sum())
-        sums += torch.stack([value.to(place).double() for value in batch_sums])
+        of_batch = _sums_of(batch, model(**batch), top_5)
+        sums += torch.stack([of_batch[name].to(place).double() for name in names])
     model.train(was_training)
     return sums
+
+
+def _sums_of(batch, outputs, top_5):
+    """The entries of `SUMS` of one batch, by their names."""
+    logits = outputs.get("prediction_logits", outputs.get("logits"))
+    found = {}
+    found["mlm_loss"], found["mlm_correct"], found["masked_tokens"] = _loss_correct_count(logits, batch["labels"])
+    if "next_sentence_label" in batch:
+        found["pair_loss"], found["pair_correct"], found["examples"] = _loss_correct_count(
+            outputs.seq_relationship_logits, batch["next_sentence_label"]
+        )
+    else:
+        nothing = torch.zeros_like(found["mlm_loss"])
+        found |= {"pair_loss": nothing, "pair_correct": nothing, "examples": count_examples(batch)}
+    if top_5:
+        is_labelled = batch["labels"] != -100
+        scores = logits[is_labelled]
+        score_of_label = scores.gather(1, batch["labels"][is_labelled][:, None])
+        found[TOP_5] = ((scores > score_of_label).sum(1) < 5).sum()  # fewer than five tokens have a higher score
+    return found
 
 
 def _loss_correct_count(logits, labels):
     """The summed loss, the number of correct predictions, and the number of labels that are not -100."""
     is_labelled = labels != -100
-    logits, labels = logits[is_labelled].float(), labels[is_labelled]
+    logits = logits[is_labelled].float()
+    labels = labels[is_labelled]
     return F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(-1) == labels).sum(), is_labelled.sum()
 
 
@@ -155,17 +166,20 @@ def held_out_metrics(sums: torch.Tensor, task: PairTask | None) -> dict[str, flo
         accordingly; without a pair task `eval_sequences`. With seven sums `eval_mlm_top_5_accuracy`, the share of
         masked tokens that are among the five likeliest.
     """
-    mlm_loss, mlm_correct, tokens, pair_loss, pair_correct, examples, *in_top_5 = sums.tolist()
+    named = dict(zip([*SUMS, TOP_5], sums.tolist(), strict=False))
+    tokens = named["masked_tokens"]
+    examples = named["examples"]
+    mlm_loss = named["mlm_loss"] / tokens
     metrics = {
-        "eval_mlm_loss": mlm_loss / tokens,
-        "eval_perplexity": math.exp(loss) if (loss := mlm_loss / tokens) < MAX_LOSS else math.inf,
-        "eval_mlm_accuracy": mlm_correct / tokens,
+        "eval_mlm_loss": mlm_loss,
+        "eval_perplexity": math.exp(mlm_loss) if mlm_loss < MAX_LOSS else math.inf,
+        "eval_mlm_accuracy": named["mlm_correct"] / tokens,
     }
-    if in_top_5:
-        metrics["eval_mlm_top_5_accuracy"] = in_top_5[0] / tokens
+    if TOP_5 in named:
+        metrics["eval_mlm_top_5_accuracy"] = named[TOP_5] / tokens
     if task:
-        metrics[f"eval_{task.key}_loss"] = pair_loss / examples
-        metrics[f"eval_{task.key}_accuracy"] = pair_correct / examples
+        metrics[f"eval_{task.key}_loss"] = named["pair_loss"] / examples
+        metrics[f"eval_{task.key}_accuracy"] = named["pair_correct"] / examples
     return {**metrics, "eval_masked_tokens": int(tokens), f"eval_{unit(task)}": int(examples)}
 
 
@@ -269,9 +283,24 @@ def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
     """
     if text.corpus_name == PYTHON_DOCS and max_length >= 40:
         return PYTHON_SENTENCES
+    preferred, others = _masked_sentences(text.held_out, text.tokenizer, max_length - 4, count)
+    found = []
+    for ids in preferred + others:
+        # Decoding does not restore the original text, which may have had fewer tokens.
+        sentence = text.tokenizer.decode(ids)
+        if sentence.count(text.tokenizer.mask_token) != 1 or len(text.tokenizer(sentence)["input_ids"]) > max_length:
+            continue
+        found.append(sentence)
+        if len(found) == count:
+            break
+    return found
+
+
+def _masked_sentences(corpus, tokenizer, most_tokens, count):
+    """Random sentences with one token masked, as token ids: up to `count` preferred ones, and those found before."""
     rng = np.random.default_rng(0)
-    corpus, tokenizer = text.held_out, text.tokenizer
-    preferred, others, tried = [], [], set()  # token ids of sentences, and numbers of sentences
+    preferred, others = [], []
+    tried = set()
     for document in rng.integers(len(corpus), size=MAX_SENTENCES_TRIED).tolist():
         sentence = int(rng.integers(*corpus.document_starts[document : document + 2]))
         if sentence in tried:
@@ -279,14 +308,11 @@ def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
                 break
             continue
         tried.add(sentence)
-        ids = corpus.ids[slice(*corpus.sentence_starts[sentence : sentence + 2])].tolist()[: max_length - 4]
+        start, end = corpus.sentence_starts[sentence : sentence + 2]
+        ids = corpus.ids[start:end].tolist()[:most_tokens]
         tokens = tokenizer.convert_ids_to_tokens(ids)
-        whole_words = [
-            position
-            for position, token in enumerate(tokens)
-            if token.isalpha() and len(token) > 3 and not "".join(tokens[position + 1 : position + 2]).startswith("##")
-        ]
-        known = [position for position in range(len(ids)) if ids[position] != tokenizer.unk_token_id]
+        whole_words = _whole_words(tokens)
+        known = [position for position, token_id in enumerate(ids) if token_id != tokenizer.unk_token_id]
         if not known:
             continue
         ids[int(rng.choice(whole_words or known))] = tokenizer.mask_token_id
@@ -296,13 +322,17 @@ def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
             others.append(ids)
         if len(preferred) == count:
             break
-    # The decoded text may have more tokens than `ids`: decoding does not restore the original text.
-    fitting = (
-        s
-        for s in map(tokenizer.decode, preferred + others)
-        if s.count(tokenizer.mask_token) == 1 and len(tokenizer(s)["input_ids"]) <= max_length
-    )
-    return list(itertools.islice(fitting, count))
+    return preferred, others
+
+
+def _whole_words(tokens):
+    """The positions of the words of more than three letters that are one token."""
+    found = []
+    for position, token in enumerate(tokens):
+        is_continued = position + 1 < len(tokens) and tokens[position + 1].startswith("##")
+        if token.isalpha() and len(token) > 3 and not is_continued:
+            found.append(position)
+    return found
 
 
 def token_entropy(text) -> float:
@@ -370,36 +400,54 @@ def report(folder, metrics: dict, example: str, record: dict) -> str:
         example: what `show_example` returned.
         record: the content of run_config.json.
     """
-    task, data = pair_task(metrics), record["data"]
-    units = unit(task)
-    chance = f"; {task.short} has a loss of 0.693 nats and an accuracy of 50% by chance" if task else ""
-    figures = "\n".join(
-        f"  {metric.name}: {formatted(metrics[metric.key], metric.unit)}" for metric in own_metrics(metrics)
-    )
-    filled_masks = "\n".join(
-        f"  {filled['text']}\n    " + "  ".join(f"{best['label']} ({best['score']:.2f})" for best in filled["output"])
-        for filled in metrics["predictions"]
-    )
+    data = record["data"]
+    units = unit(pair_task(metrics))
+    lines = [
+        "",
+        f"What it learnt, on {metrics[f'eval_{units}']:,} held-out {units} with {metrics['eval_masked_tokens']:,} "
+        f"masked tokens ({data['tokenizer']['unknown_share']:.1%} of its characters are in [UNK]), on rows as this "
+        f"objective has them (`evaluate --objective none` has the same for all):",
+        *_figures(metrics),
+        _speed(metrics, units),
+        "",
+        f"A held-out {units.removesuffix('s')}, masked tokens in brackets:",
+        example,
+        "",
+        "Masks filled in:",
+    ]
+    for filled in metrics["predictions"]:
+        guesses = [f"{best['label']} ({best['score']:.2f})" for best in filled["output"]]
+        lines += [f"  {filled['text']}", f"    {'  '.join(guesses)}"]
+    lines += [
+        "",
+        f"The model is in {folder}. To use it:",
+        f'  d2l-bert fill-mask {shlex.quote(str(folder))} "..."',
+        f'  or, in Python, after `import d2l_bert`: pipeline("fill-mask", model={str(folder)!r})',
+    ]
     note = advice(metrics, data["train_words"], is_fresh=record["run"]["init_from"] is None)
-    note_line = f"\n\nNote: {note}" if note else ""
-    return f"""
-What it learnt, on {metrics[f"eval_{units}"]:,} held-out {units} with {metrics["eval_masked_tokens"]:,} masked tokens \
-({data["tokenizer"]["unknown_share"]:.1%} of its characters are in [UNK]), on rows as this objective has them \
-(`evaluate --objective none` has the same for all):
-{figures}
-  knowing only how frequent each token is: an MLM loss of {metrics["eval_token_entropy"]:.3f} nats{chance}
-  trained in {metrics["train_seconds"]:.0f} s at \
-{metrics[f"train_{units}_per_second"]:,.0f} {units}/s, \
-{metrics["train_tokens_per_second"]:,.0f} tokens/s, {metrics["train_mfu"]:.1%} of the peak (MFU); \
-{metrics["train_padding_share"]:.1%} of the tokens computed were padding; {metrics["train_skipped_steps"]:,} steps \
-were skipped, as they were not finite
+    if note:
+        lines += ["", f"Note: {note}"]
+    return "\n".join(lines)
 
-A held-out {units[:-1]}, masked tokens in brackets:
-{example}
 
-Masks filled in:
-{filled_masks}
+def _figures(metrics):
+    """A line for each held-out figure, and one for what a model has that knows nothing."""
+    lines = []
+    for metric in own_metrics(metrics):
+        lines.append(f"  {metric.name}: {formatted(metrics[metric.key], metric.unit)}")
+    entropy = metrics["eval_token_entropy"]
+    of_nothing = f"  knowing only how frequent each token is: an MLM loss of {entropy:.3f} nats"
+    task = pair_task(metrics)
+    if task:
+        of_nothing += f"; {task.short} has a loss of 0.693 nats and an accuracy of 50% by chance"
+    return [*lines, of_nothing]
 
-The model is in {folder}. To use it:
-  d2l-bert fill-mask {shlex.quote(str(folder))} "..."
-  or, in Python, after `import d2l_bert`: pipeline("fill-mask", model={str(folder)!r}){note_line}"""
+
+def _speed(metrics, units):
+    """A line on the time and the speed of a run, which counts `units`."""
+    return (
+        f"  trained in {metrics['train_seconds']:.0f} s at {metrics[f'train_{units}_per_second']:,.0f} {units}/s, "
+        f"{metrics['train_tokens_per_second']:,.0f} tokens/s, {metrics['train_mfu']:.1%} of the peak (MFU); "
+        f"{metrics['train_padding_share']:.1%} of the tokens computed were padding; "
+        f"{metrics['train_skipped_steps']:,} steps were skipped, as they were not finite"
+    )

@@ -30,6 +30,9 @@ MUON_KEYS = ("momentum_buffer",)
 # Of these, the number of steps and the mean of squares.
 NEVER_NEGATIVE = ("step", "exp_avg_sq")
 
+# The root of the mean square of AdamW's updates, to which Muon's are scaled (Liu et al., 2025, section 2.2).
+ADAMW_RMS = 0.2
+
 
 class StepStats(NamedTuple):
     """
@@ -73,7 +76,9 @@ class Learner:
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, run: PretrainConfig):
-        self.accelerator, self.model, self.run = accelerator, model, run
+        self.accelerator = accelerator
+        self.model = model
+        self.run = run
         self.optimizers = make_optimizers(
             model, run.optim, run.learning_rate, run.weight_decay, (run.adam_beta1, run.adam_beta2), run.adam_epsilon
         )
@@ -116,7 +121,9 @@ class Learner:
             micro_batches: this process's share of the batch, as dicts of the model's arguments.
             counts: of these micro-batches (`Step.counts`).
         """
-        accelerator, model, device = self.accelerator, self.wrapped_model, self.accelerator.device
+        accelerator = self.accelerator
+        model = self.wrapped_model
+        device = accelerator.device
         counts = accelerator.reduce(counts.to(device), "sum")
         # A step of nothing but `[UNK]` has no token to predict, and one without a pair has no label: a loss of 0 / 1.
         divisors = {"num_items_in_batch": counts[0].clamp(min=1)}
@@ -134,22 +141,34 @@ class Learner:
                     outputs = model(**batch, **divisors, skip_logits=not accelerator.is_fsdp2)
                 # DDP and FSDP2 average gradients over the processes; the factor turns the average into the sum.
                 accelerator.backward(outputs.loss * accelerator.num_processes)
+            # A model without a second head has one loss. Where it has one, `nsp_loss` is that of SOP, too.
+            mlm_loss = outputs.get("mlm_loss", outputs.loss)
             pair_loss = outputs.get("nsp_loss", torch.zeros_like(outputs.loss))
-            losses += torch.stack([outputs.get("mlm_loss", outputs.loss), pair_loss]).detach()
+            losses += torch.stack([mlm_loss, pair_loss]).detach()
         norm = devices.full_tensor(accelerator.clip_grad_norm_(model.parameters(), self.run.max_grad_norm))
         # Reduced over all processes, so that every process skips the same steps.
         stats = torch.cat([accelerator.reduce(losses, "sum"), norm[None].to(device), counts]).tolist()
-        is_finite = all(map(math.isfinite, stats[:3]))
+        mlm_loss, pair_loss, grad_norm, *counted = stats
+        is_loss_finite = math.isfinite(mlm_loss) and math.isfinite(pair_loss)
+        is_gradient_finite = math.isfinite(grad_norm)
+        self._update_weights(learning_rate, is_loss_finite, is_gradient_finite)
+        is_skipped = not (is_loss_finite and is_gradient_finite)
+        return StepStats(mlm_loss, pair_loss, grad_norm, *counted, skipped=float(is_skipped))
+
+    def _update_weights(self, learning_rate, is_loss_finite, is_gradient_finite):
+        """Let the optimizers take a step if loss and gradient are finite; then clear the gradients."""
+        scaler = self.accelerator.scaler  # of fp16 alone
         for optimizer in self.wrapped_optimizers:
-            # The scaler of fp16 skips a gradient that is not finite by itself, and must see it to lower its scale.
-            if is_finite or (accelerator.scaler and not math.isfinite(stats[2])):
+            takes_step = is_loss_finite and is_gradient_finite
+            if scaler and not is_gradient_finite:
+                takes_step = True  # the scaler leaves the step out, and must see the gradient to lower its scale
+            if takes_step:
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate
                 optimizer.step()
-            elif accelerator.scaler:  # a loss alone is not finite: the scaler would take the step
-                accelerator.scaler.update()
+            elif scaler:  # the loss alone is not finite: the scaler would take the step
+                scaler.update()
             optimizer.zero_grad()
-        return StepStats(*stats, skipped=float(not is_finite))
 
     def reset_optimizers(self) -> None:
         """Optimizer state and fp16's scaler as they were before the first `take_step`."""
@@ -174,7 +193,8 @@ class Learner:
         """
         if self.run.attn_implementation == VARLEN:  # held-out rows have padding
             self.model.set_attn_implementation("sdpa")
-        with self.accelerator.autocast(), self.average.in_place() if self.average else contextlib.nullcontext():
+        weights = self.average.in_place() if self.average else contextlib.nullcontext()
+        with self.accelerator.autocast(), weights:
             counts = held_out_counts(self.wrapped_model, batches, self.accelerator.device)
             devices.reshard(self.wrapped_model)
         if self.run.attn_implementation == VARLEN:
@@ -193,7 +213,8 @@ class Learner:
         Args:
             averaged: take the moving average of the weights instead of the weights, if the run keeps one.
         """
-        weights = self._gather(self.average.averages if averaged and self.average else self.parameters)
+        chosen = self.average.averages if averaged and self.average else self.parameters
+        weights = self._gather(chosen)
         return devices.unsharded_model(self.model, weights) if self.accelerator.is_main_process else None
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -209,11 +230,10 @@ class Learner:
 
     def bytes_in_checkpoint(self) -> int:
         """The size of a checkpoint's tensors: the weights, and what `tensors` gives."""
-        return sum(
-            tensor.numel() * tensor.element_size()
-            for named in (self.parameters, self._moments(), self.average.averages if self.average else {})
-            for tensor in named.values()
-        )
+        tensors = [*self.parameters.values(), *self._moments().values()]
+        if self.average:
+            tensors += self.average.averages.values()
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @torch.no_grad()
     def load(self, saved: checkpoint.Checkpoint) -> None:
@@ -221,11 +241,14 @@ class Learner:
         for name, tensor in self._read(saved.path / checkpoint.WEIGHTS_FILE, {*self.parameters}):
             self.parameters[name].copy_(tensor)
         self.model.tie_weights()
-        optimizer_of = {p: opt for opt in self.optimizers for group in opt.param_groups for p in group["params"]}
-        moments = {f"{name}|{key}" for name, p in self.parameters.items() for key in keys_of(optimizer_of[p])}
+        optimizer_of = self._optimizer_of_parameters()
+        moments = set()
+        for name, parameter in self.parameters.items():
+            moments |= {moment_name(name, key) for key in keys_of(optimizer_of[parameter])}
         for full_name, tensor in self._read(saved.path / checkpoint.OPTIMIZER_FILE, moments):
-            name, _, key = full_name.partition("|")
-            optimizer_of[self.parameters[name]].state[self.parameters[name]][key] = tensor
+            name, key = parts_of_moment_name(full_name)
+            parameter = self.parameters[name]
+            optimizer_of[parameter].state[parameter][key] = tensor
         if self.average is not None:
             for name, tensor in self._read(saved.path / checkpoint.AVERAGE_FILE, {*self.parameters}):
                 self.average.averages[name].copy_(tensor)
@@ -234,14 +257,24 @@ class Learner:
             with explained(what, "give another checkpoint-<step> folder", *READ_ERRORS, TypeError, RuntimeError):
                 self.accelerator.scaler.load_state_dict(saved.state["scaler"])
 
+    def _optimizer_of_parameters(self):
+        """The optimizer of each parameter."""
+        found = {}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    found[parameter] = optimizer
+        return found
+
     def _moments(self):
-        """The tensors of the optimizers, by their parameters' names and their own; none before the first step."""
-        states = {parameter: state for optimizer in self.optimizers for parameter, state in optimizer.state.items()}
-        return {
-            f"{name}|{key}": tensor
-            for name, parameter in self.parameters.items()
-            for key, tensor in states.get(parameter, {}).items()
-        }
+        """The tensors of the optimizers, by `moment_name`; none before the first step."""
+        optimizer_of = self._optimizer_of_parameters()
+        found = {}
+        for name, parameter in self.parameters.items():
+            state = optimizer_of[parameter].state.get(parameter, {})  # `get`, as `[]` would make an entry
+            for key, tensor in state.items():
+                found[moment_name(name, key)] = tensor
+        return found
 
     def _gather(self, named):
         """Each tensor as a full one on the CPU, by its name; empty outside the main process."""
@@ -272,7 +305,7 @@ class Learner:
             place = f"{path}: {full_name!r:.100}"
             if full_name not in names:
                 raise UserError(f"{place} is no tensor of this model; {way_out}")
-            name, _, key = full_name.partition("|")
+            name, key = parts_of_moment_name(full_name)
             shape = () if key == "step" else tuple(self.parameters[name].shape)
             if tensor.shape != shape:
                 raise UserError(f"{place} has the shape {tuple(tensor.shape)}, and this run's has {shape}; {way_out}")
@@ -294,16 +327,29 @@ class Learner:
         The main process reads the file, and sends the tensors to the other processes. A tensor with the shape of its
         parameter is sharded as the parameter is; Adam's step count has the shape ().
         """
-        is_main, device = self.accelerator.is_main_process, self.accelerator.device
+        is_main = self.accelerator.is_main_process
+        device = self.accelerator.device
         whole = devices.on_main(self._read_whole, path, names, share_result=False) or {}
+        # Every process learns what is coming; the tensors themselves follow one at a time.
         shapes = devices.on_main(lambda: {name: (tensor.shape, tensor.dtype) for name, tensor in whole.items()})
         for name, (shape, dtype) in shapes.items():
-            parameter = self.parameters[name.partition("|")[0]]
+            parameter = self.parameters[parts_of_moment_name(name)[0]]
             tensor = whole[name].to(device) if is_main else torch.empty(shape, dtype=dtype, device=device)
             if isinstance(parameter, DTensor) and parameter.shape == shape:
                 yield name, distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
             else:
                 yield name, broadcast(tensor)
+
+
+def moment_name(parameter: str, key: str) -> str:
+    """The name of an optimizer's tensor in a checkpoint, from the names of the parameter and of the tensor."""
+    return f"{parameter}|{key}"
+
+
+def parts_of_moment_name(name: str) -> tuple[str, str]:
+    """The names of the parameter and of the tensor; of the name of a parameter itself, that and ""."""
+    parameter, _, key = name.partition("|")
+    return parameter, key
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -334,8 +380,9 @@ def make_optimizers(
     """
     if optim == "adamw":
         return [make_adamw(model.parameters(), learning_rate, weight_decay, betas, epsilon)]
+    assert optim == "muon"
     matrices = [parameter for parameter in model.base_model.encoder.parameters() if parameter.ndim == 2]
-    matrix_ids = set(map(id, matrices))
+    matrix_ids = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in matrix_ids]
     return [
         Muon(matrices, learning_rate, weight_decay, adjust_lr_fn="match_rms_adamw"),
@@ -357,15 +404,18 @@ class Muon(torch.optim.Muon):
         if any(parameter.device.type != "cpu" for group in self.param_groups for parameter in group["params"]):
             return super().step(closure)
         for group in self.param_groups:
-            keep, settings = group["momentum"], (group["ns_coefficients"], group["ns_steps"], group["eps"])
+            momentum = group["momentum"]
             for parameter in group["params"]:
-                state, gradient = self.state[parameter], parameter.grad
+                gradient = parameter.grad
+                state = self.state[parameter]
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(gradient)
-                average = state["momentum_buffer"].lerp_(gradient, 1 - keep)
-                update = orthogonal(gradient.lerp(average, keep), *settings)
+                average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+                direction = gradient.lerp(average, momentum)  # Nesterov: a step further along the average
+                update = orthogonal(direction, group["ns_coefficients"], group["ns_steps"], group["eps"])
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
+                rate = group["lr"] * ADAMW_RMS * math.sqrt(max(parameter.shape))
+                parameter.add_(update, alpha=-rate)
 
 
 def orthogonal(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> torch.Tensor:
@@ -381,9 +431,10 @@ def orthogonal(matrix: torch.Tensor, coefficients: tuple[float, float, float], s
     x = matrix.T if is_tall else matrix  # (k, l) with k <= l, so that x x^T is the smaller product
     x = x / x.norm().clamp(min=eps)
     first, third, fifth = coefficients
-    for _ in range(steps):
+    for _ in range(steps):  # x becomes first x + (third g + fifth g g) x, with g = x x^T
         gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=third, alpha=fifth), x, beta=first)
+        polynomial = torch.addmm(gram, gram, gram, beta=third, alpha=fifth)
+        x = torch.addmm(x, polynomial, x, beta=first)
     return x.T if is_tall else x
 
 

@@ -3,10 +3,9 @@
 import itertools
 import logging
 import math
+import statistics
 import time
 from collections.abc import Callable
-
-import numpy as np
 
 from d2l_bert.messages import UserError, counted
 from d2l_bert.tokenization.prepared_folder import PreparedText
@@ -29,7 +28,7 @@ PROVISIONAL_STEPS, STEPS_TIMED = 1000, 20
 # The decay 1 - sqrt is the best that Hägele et al. (2024, section 3) found for `warmup_stable_decay`.
 _DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda left: left,
-    "cosine": lambda left: math.sin(math.pi / 2 * left) ** 2,
+    "cosine": lambda left: math.sin(math.pi / 2 * left) ** 2,  # (1 - cos(pi left)) / 2
     "constant": lambda left: 1.0,
     "constant_with_warmup": lambda left: 1.0,
     "warmup_stable_decay": lambda left: 1 - math.sqrt(1 - left),
@@ -75,7 +74,8 @@ def due_after(run: PretrainConfig, step: int) -> set[str]:
 
 def find_max_steps(run: PretrainConfig, text: PreparedText, learner: Learner, held_out, ranks: Ranks) -> int:
     """
-    The number of steps in the run, from `max_steps`, `num_train_epochs` or `max_minutes`.
+    The number of steps in the run, from `max_steps`, `num_train_epochs` or `max_minutes`: the minutes are an estimate
+    from some steps that are timed here, and nothing watches the clock later.
 
     Args:
         held_out: the batches of an evaluation, which `max_minutes` includes.
@@ -90,7 +90,8 @@ def find_max_steps(run: PretrainConfig, text: PreparedText, learner: Learner, he
     if run.num_train_epochs is not None:
         epochs_a_step = steps.epochs() / PROVISIONAL_STEPS
         return max(1, math.ceil(run.num_train_epochs / epochs_a_step - 1e-6))  # not a step more for a rounding error
-    step_seconds = time_steps(learner, steps)[0] / PROVISIONAL_STEPS
+    seconds, _ = time_steps(learner, steps)
+    step_seconds = seconds / PROVISIONAL_STEPS
     learner.reset_optimizers()
     start = time.monotonic()
     learner.evaluate(held_out)
@@ -104,17 +105,22 @@ def time_steps(learner: Learner, steps: TrainingSteps) -> tuple[float, float]:
     Each step ends with a sum over all processes, so that all take as long. The optimizers keep the state of these
     steps.
     """
-    totals = np.zeros(2)
+    total_seconds = 0.0
+    total_words = 0.0
     for stage in steps.stages:
-        count, timed = stage.end_step - stage.first_step, []
+        count = stage.end_step - stage.first_step
+        seconds, words = [], []
         for step in itertools.islice(steps.walk(stage.first_step), min(count, STEPS_TIMED)):
-            if not timed:  # taken twice: the first time it allocates memory, and compiles
-                learner.take_step(step.micro_batches, step.counts)
+            if not seconds:  # taken twice: the first time it allocates memory, and compiles
+                learner.take_step(step.micro_batches, step.counts, learning_rate=0.0)
             start = time.monotonic()
-            learner.take_step(step.micro_batches, step.counts)
-            timed.append((time.monotonic() - start, step.words))
-        totals += count * np.sum(timed or [(0.0, 0.0)], 0) / max(1, len(timed))
-    return tuple(totals.tolist())
+            learner.take_step(step.micro_batches, step.counts, learning_rate=0.0)
+            seconds.append(time.monotonic() - start)
+            words.append(step.words)
+        if seconds:
+            total_seconds += count * statistics.fmean(seconds)
+            total_words += count * statistics.fmean(words)
+    return total_seconds, total_words
 
 
 def steps_for_minutes(run: PretrainConfig, step_seconds: float, evaluation_seconds: float) -> int:
@@ -124,7 +130,8 @@ def steps_for_minutes(run: PretrainConfig, step_seconds: float, evaluation_secon
     Raises:
         UserError: fewer than two steps fit.
     """
-    seconds, evaluations = 60 * run.max_minutes, DEFAULT_EVALUATIONS
+    seconds = 60 * run.max_minutes
+    evaluations = DEFAULT_EVALUATIONS
     if run.eval_steps:
         evaluations = seconds / (step_seconds * run.eval_steps + evaluation_seconds)
     share = min(1.0, evaluations * evaluation_seconds / seconds)
