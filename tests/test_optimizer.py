@@ -14,7 +14,7 @@ from d2l_bert.training.data.batches import counts_of
 from d2l_bert.training.data.order import START
 from d2l_bert.training.data.steps import Step
 from d2l_bert.training.devices import make_accelerator
-from d2l_bert.training.optimizer import Learner, MovingAverage, make_adamw, make_optimizers
+from d2l_bert.training.optimizer import Learner, MovingAverage, Muon, make_adamw, make_optimizers
 
 
 def is_decayed(name):
@@ -82,6 +82,22 @@ def test_muon_steps_as_in_its_papers():
         moved, should_move = matrix.detach() - start, theta - start
         assert (moved * should_move).sum() / (moved.norm() * should_move.norm()) > 0.95
         assert 0.8 < moved.norm() / should_move.norm() < 1.2
+
+
+def test_momentum_of_a_unit_that_gets_no_gradient_any_more_ends_at_zero():
+    """Numbers below 1e-38 (denormals) would make each step slow on many CPUs; all other momentum is the papers'."""
+    weight = torch.nn.Parameter(torch.randn(6, 4))
+    muon = Muon([weight], lr=1e-3)
+    expected = torch.zeros(6, 4, dtype=torch.float64)
+    for step in range(2000):
+        weight.grad = torch.randn(6, 4)
+        if step >= 20:
+            weight.grad[2] = 0
+        muon.step()
+        expected = 0.95 * expected + 0.05 * weight.grad.double()
+    momentum = muon.state[weight]["momentum_buffer"]
+    torch.testing.assert_close(momentum.double(), expected, rtol=1e-5, atol=1e-10)
+    assert (momentum[2] == 0).all() and (expected[2] != 0).all() and weight.isfinite().all()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
