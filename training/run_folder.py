@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from transformers import pipeline
 
 from d2l_bert import folders
-from d2l_bert.messages import GO_ON, UserError, refuse_first, writing
+from d2l_bert.messages import GO_ON, UserError, writing
 from d2l_bert.model_cards import card, pictures
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.conversion import save_model
@@ -70,40 +70,42 @@ def check_output_folder(run, folder: Path, start: str | None, is_finetuning: boo
     if not folder.is_dir():
         return
     refuse_foreign_entries(folder)
+    place = f"output_dir {folder}"
+    if start and folders.real(start).exists() and folders.real(start).is_relative_to(folders.real(folder)):
+        raise UserError(f"{place}: holds the model to start from; name another folder")
+    entries = _entries_of_runs(folder)
+    if not entries:
+        return
+    if card.RUN_FILE not in entries:
+        raise UserError(f"{place}: holds other files ({min(entries)}) and no run; name a new or empty folder")
+    is_of_finetuning = "finetune" in read_record(folder / card.RUN_FILE)
+    if is_of_finetuning != is_finetuning:
+        raise UserError(f"{place}: holds a run of another command; name a new or empty folder")
+    ways_out = "replace it with --overwrite_output_dir, or name another folder"
+    wanted = run.resume_from_checkpoint  # None, "latest" or a checkpoint
+    if run.overwrite_output_dir:
+        if wanted:
+            raise UserError(
+                f"{place}: resume_from_checkpoint continues a run and overwrite_output_dir replaces the run; give one"
+            )
+    elif wanted not in (None, "latest"):
+        if folders.real(wanted).parent != folders.real(folder):
+            raise UserError(f"{place}: holds another run than that of {wanted}; name a new folder")
+    elif _is_finished_without_checkpoint(folder, entries) and not is_finetuning:  # which may get further seeds
+        raise UserError(f"{place}: holds a finished run and no checkpoint to go on from; {ways_out}")
+    elif wanted is None:
+        raise UserError(f"{place}: holds a run; go on with --resume_from_checkpoint latest, {ways_out}")
+
+
+def _entries_of_runs(folder):
+    """The names in a folder, without what a killed run left of its lock and of the file that it was writing."""
     record = folder / card.RUN_FILE
     of_killed_runs = {folders.LOCK_FILE, folders.hidden(record).name, folders.lock_of(record).name}
-    entries = {path.name for path in folder.iterdir()} - of_killed_runs
-    source, resumed = folders.real(start or ""), run.resume_from_checkpoint
-    of_finetuning = "finetune" in read_record(folder / card.RUN_FILE)
-    is_named, is_kept = resumed not in (None, "latest"), not run.overwrite_output_dir
-    ways_out = "replace it with --overwrite_output_dir, or name another folder"
-    cases = {
-        "holds the model to start from; name another folder": (
-            start and source.exists() and folders.real(folder) in (source, *source.parents)
-        ),
-        f"holds other files ({min(entries, default='')}) and no run; name a new or empty folder": (
-            entries and card.RUN_FILE not in entries
-        ),
-    }
-    if card.RUN_FILE in entries:
-        cases |= {
-            "holds a run of another command; name a new or empty folder": is_finetuning != of_finetuning,
-            "resume_from_checkpoint continues a run and overwrite_output_dir replaces the run; give one": (
-                resumed and not is_kept
-            ),
-            f"holds another run than that of {resumed}; name a new folder": (
-                is_named and folders.real(resumed).parent != folders.real(folder)
-            ),
-            f"holds a finished run and no checkpoint to go on from; {ways_out}": (
-                is_kept
-                and not is_named
-                and not is_finetuning  # a finished one may get further seeds
-                and checkpoint.WEIGHTS_FILE in entries
-                and not checkpoint.checkpoints(folder)
-            ),
-            f"holds a run; go on with --resume_from_checkpoint latest, {ways_out}": is_kept and not resumed,
-        }
-    refuse_first(cases, f"output_dir {folder}: ")
+    return {path.name for path in folder.iterdir()} - of_killed_runs
+
+
+def _is_finished_without_checkpoint(folder, entries):
+    return checkpoint.WEIGHTS_FILE in entries and not checkpoint.checkpoints(folder)
 
 
 def refuse_foreign_entries(folder: Path) -> None:
@@ -156,17 +158,22 @@ def describe_machine(accelerator: Accelerator) -> dict:
     `threads` is the number of threads of each process, `openmp` the environment variables of OpenMP, `memory_gb` the
     machine's memory in 10^9 bytes, and `accelerator` the name of the GPU, or None on a CPU.
     """
-    device, processor = accelerator.device, platform.processor() or platform.machine()
+    device = accelerator.device
+    processor = platform.processor() or platform.machine()
     if CPUINFO.exists() and (match := re.search(r"^model name\s*:(.*)$", CPUINFO.read_text(), re.MULTILINE)):
         processor = " ".join(match[1].split())
-    name_of = {"cuda": torch.cuda.get_device_name, "mps": lambda _: torch.backends.mps.get_name()}
+    gpu = None
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_name(device)
+    elif device.type == "mps":
+        gpu = torch.backends.mps.get_name()
     return {
         "device": str(device),
         "processes": accelerator.num_processes,
         "threads": torch.get_num_threads(),
         "openmp": {name: os.environ[name] for name in OPENMP_VARIABLES if name in os.environ},
         "processor": processor,
-        "accelerator": name_of[device.type](device) if device.type in name_of else None,
+        "accelerator": gpu,
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
     }
 
@@ -179,22 +186,22 @@ def local_paths(run: PretrainConfig, text) -> dict[str, dict]:
         By path, a dict: `name`, the last part of the path, and `fingerprint`, a hash of what the run read there (for a
         validation text, of all its tokens). `fingerprint` is None for `output_dir` and `resume_from_checkpoint`.
     """
+    fingerprints = {}
+    for path in (run.output_dir, run.resume_from_checkpoint):
+        if path:
+            fingerprints[path] = None
     names = [*run.text_paths(), *run.dataset]
-    trained_on = {
-        name: source_print
-        for name, source_print in zip(names, text.source_fingerprints, strict=True)
-        if dataset_and_config(name)[0] not in (PYTHON_DOCS, *text.hub_datasets)
-    }
-    evaluated = {
-        name: text.held_out.fingerprint
-        for name in (*run.validation_corpus, *run.validation_dataset)
-        if Path(dataset_and_config(name)[0]).exists()
-    }
-    models = {name: hash_of_model(name) for name in (run.tokenizer, run.init_from) if name and Path(name).exists()}
-    written = dict.fromkeys(filter(None, (run.output_dir, run.resume_from_checkpoint)))
+    for name, fingerprint in zip(names, text.source_fingerprints, strict=True):
+        if dataset_and_config(name)[0] not in (PYTHON_DOCS, *text.hub_datasets):
+            fingerprints[name] = fingerprint
+    for name in (*run.validation_corpus, *run.validation_dataset):
+        if Path(dataset_and_config(name)[0]).exists():
+            fingerprints[name] = text.held_out.fingerprint
+    for name in (run.tokenizer, run.init_from):
+        if name and Path(name).exists():
+            fingerprints[name] = hash_of_model(name)
     return {
-        path: {"name": card.local_name(path), "fingerprint": path_fingerprint}
-        for path, path_fingerprint in {**written, **trained_on, **evaluated, **models}.items()
+        path: {"name": card.local_name(path), "fingerprint": fingerprint} for path, fingerprint in fingerprints.items()
     }
 
 
@@ -318,20 +325,25 @@ def finish_folder(
         # Loaded from the files, as a user of the model loads them.
         published = type(model).from_pretrained(partial)
         example = held_out.show_example(published, text.tokenizer, pairs.first_with_target(), pair_task(metrics))
-        sentences = held_out.example_sentences(text, model.config.max_position_embeddings)
-        fill = pipeline("fill-mask", model=D2lBertForMaskedLM.from_pretrained(partial), tokenizer=text.tokenizer)
-        filled = [fill(sentence, top_k=min(5, len(text.tokenizer))) for sentence in sentences]
-        predictions = [  # in the format of the Hub's widget
-            {"text": sentence, "output": [{"label": e["token_str"], "score": round(e["score"], 4)} for e in best]}
-            for sentence, best in zip(sentences, filled, strict=True)
-        ]
-        metrics = {**metrics, **held_out.variety(published, next(iter(pairs))), "predictions": predictions}
+        variety = held_out.variety(published, next(iter(pairs)))
+        metrics = {**metrics, **variety, "predictions": _filled_masks(partial, text, model.config)}
         folders.write_json(partial / card.RUN_FILE, record)
         folders.write_json(partial / card.METRICS_FILE, metrics)
         new_card = card.render_card(partial, folder.resolve().name)
         text_of_card = card.updated_card(folder, new_card)
         (partial / card.CARD_FILE).write_text(text_of_card, encoding="utf-8")
     return held_out.report(folder, metrics, example, record)
+
+
+def _filled_masks(folder, text, config):
+    """The answers of a model's folder to some held-out sentences with a mask, in the format of the Hub's widget."""
+    fill = pipeline("fill-mask", model=D2lBertForMaskedLM.from_pretrained(folder), tokenizer=text.tokenizer)
+    predictions = []
+    for sentence in held_out.example_sentences(text, config.max_position_embeddings):
+        best = fill(sentence, top_k=min(5, len(text.tokenizer)))
+        output = [{"label": guess["token_str"], "score": round(guess["score"], 4)} for guess in best]
+        predictions.append({"text": sentence, "output": output})
+    return predictions
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -342,25 +354,23 @@ def make_identity(run: PretrainConfig, architecture: D2lBertConfig, text: Prepar
     What all processes of a run, its checkpoints, and the runs that resume from these must share, by the names in error
     messages.
     """
-    # The tokenizer's fingerprint covers these. With an existing tokenizer the training options have no effect.
-    has_tokenizer = run.existing_tokenizer() or corpus_is_prepared(run)
-    redundant = {"pad_token_id", *(TOKENIZER_TRAINING_OPTIONS if has_tokenizer else ())}
-    # `check_identity` names the first difference, so the cause comes before its effect: a tokenizer trained by this
-    # run follows from the corpus; with an existing tokenizer, the corpus's tokens follow from the tokenizer.
-    fingerprints = {
-        "corpus (fingerprint)": text.train.fingerprint,
-        "tokenizer (fingerprint)": wordpiece.tokenizer_fingerprint(text.tokenizer),
-    }
-    values = {
-        "data order (version)": order.DATA_ORDER,
-        **architecture_numbers(architecture),
-        **run.identity(),
-        # A run that holds nothing out trains its tokenizer on the whole text: this is the cause of other fingerprints.
-        "validation text": "none" if text.validation is None else "given",
-        **(fingerprints if run.existing_tokenizer() is None else dict(reversed(fingerprints.items()))),
-        "held-out text (fingerprint)": text.held_out.fingerprint,
-    }
-    return {name: value for name, value in values.items() if name not in redundant}
+    # `check_identity` names the first difference, so the cause comes before its effect.
+    identity = {"data order (version)": order.DATA_ORDER, **architecture_numbers(architecture), **run.identity()}
+    # A run that holds nothing out trains its tokenizer on the whole text: this is the cause of other fingerprints.
+    identity["validation text"] = "none" if text.validation is None else "given"
+    of_corpus = {"corpus (fingerprint)": text.train.fingerprint}
+    of_tokenizer = {"tokenizer (fingerprint)": wordpiece.tokenizer_fingerprint(text.tokenizer)}
+    if run.existing_tokenizer() is None:
+        identity |= {**of_corpus, **of_tokenizer}  # the tokenizer is trained on the corpus
+    else:
+        identity |= {**of_tokenizer, **of_corpus}  # the corpus' tokens follow from the tokenizer
+    identity["held-out text (fingerprint)"] = text.held_out.fingerprint
+    # The tokenizer's fingerprint covers the rest.
+    del identity["pad_token_id"]
+    if run.existing_tokenizer() or corpus_is_prepared(run):
+        for name in TOKENIZER_TRAINING_OPTIONS:  # they have no effect
+            identity.pop(name, None)
+    return identity
 
 
 def check_identity(then: dict, now: dict, place: str, weights: Path | None = None) -> None:
@@ -377,16 +387,13 @@ def check_identity(then: dict, now: dict, place: str, weights: Path | None = Non
         UserError: they differ; the message names the first difference.
     """
     now = json.loads(json.dumps(now))
-    # The schedule of the learning rate depends on the length of the run.
-    ways_out = dict.fromkeys(LENGTH_OPTIONS if weights else (), f", from these weights by --init_from {weights}")
-    refuse_first(
-        {
-            f"{name} was {then.get(name)!r}, and is {now.get(name)!r} now; go on with what it was, or start a new run "
-            f"in another output_dir{ways_out.get(name, '')}": then.get(name) != now.get(name)
-            for name in now
-        },
-        f"{place} holds another run: ",
-    )
+    for name, value in now.items():
+        if then.get(name) == value:
+            continue
+        way_out = "go on with what it was, or start a new run in another output_dir"
+        if weights and name in LENGTH_OPTIONS:  # the schedule of the learning rate depends on the length
+            way_out += f", from these weights by --init_from {weights}"
+        raise UserError(f"{place} holds another run: {name} was {then.get(name)!r}, and is {value!r} now; {way_out}")
 
 
 def check_same_identity(identities: list[dict]) -> None:
@@ -399,11 +406,11 @@ def check_same_identity(identities: list[dict]) -> None:
     Raises:
         UserError: a process has another identity than the first; the message names the first difference.
     """
-    refuse_first(
-        {
-            f"process {process} has another {name} ({identity[name]!r}) than process 0 ({value!r}); give all machines "
-            f"the same files, or one prepared folder": identity[name] != value
-            for process, identity in enumerate(identities)
-            for name, value in identities[0].items()
-        }
-    )
+    first = identities[0]
+    for process, identity in enumerate(identities):
+        for name, value in first.items():
+            if identity[name] != value:
+                raise UserError(
+                    f"process {process} has another {name} ({identity[name]!r}) than process 0 ({value!r}); give all "
+                    f"machines the same files, or one prepared folder"
+                )
