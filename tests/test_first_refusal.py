@@ -24,7 +24,7 @@ from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.evaluation.config import EvaluateConfig
 from d2l_bert.training.finetuning.config import FinetuneConfig, PredictConfig
 from d2l_bert.training.initialize import read_architecture, start_from
-from d2l_bert.training.pretrain import check_options, explain_failures
+from d2l_bert.training.pretrain import check_options, lack_of_memory_explained
 from d2l_bert.training.run_folder import check_identity, check_output_folder, check_same_identity
 
 
@@ -324,9 +324,9 @@ def raise_in(block, error):
         (writing("folder"), OSError(errno.ENOSPC, "full")),
         (explained("file", "give another", ValueError), ValueError("odd")),
         (reading_model("nowhere"), KeyError("odd")),
-        (explain_failures(is_training=True), RuntimeError("out of memory")),
+        (lack_of_memory_explained(), RuntimeError("out of memory")),
     ],
-    ids=["writing", "explained", "reading_model", "explain_failures"],
+    ids=["writing", "explained", "reading_model", "lack_of_memory_explained"],
 )
 def test_a_message_in_place_of_another_error_is_shown_alone(block, error):
     assert refusal_of(raise_in, block, error)
