@@ -265,7 +265,8 @@ def test_the_time_of_a_run_is_that_of_all_steps_of_each_stage(monkeypatch):
     monkeypatch.setattr(schedule, "time", SimpleNamespace(monotonic=lambda: clock.now))
     stages = {0: 1.0, 40: 0.25, 90: 3.0, 99: 2.0}  # the last one is a single step
 
-    def take_step(micro_batches, counts):
+    def take_step(micro_batches, counts, learning_rate):
+        assert learning_rate == 0
         (seconds,) = micro_batches
         clock.now += 9.0 if seconds != taken[-1] else seconds
         taken.append(seconds)

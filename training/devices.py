@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.benchmark import Timer
 from transformers.utils import logging as transformers_logging
 
-from d2l_bert.messages import UserError, explained, refuse_first
+from d2l_bert.messages import UserError, explained
 from d2l_bert.modeling import modeling_d2l_bert
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.training.config import MICRO_BATCH_TOKENS, PretrainConfig
@@ -63,14 +63,9 @@ def start_processes() -> PartialState:
     Raises:
         UserError: the launcher asked for an unsupported engine, or for other processes than Accelerate sees.
     """
-    refuse_first(
-        {
-            f"{name} is not supported; launch with FSDP2, which shards a model over GPUs as well": parse_flag_from_env(
-                variable
-            )
-            for variable, name in UNSUPPORTED_ENGINES.items()
-        }
-    )
+    for variable, name in UNSUPPORTED_ENGINES.items():
+        if parse_flag_from_env(variable):
+            raise UserError(f"{name} is not supported; launch with FSDP2, which shards a model over GPUs as well")
     has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not has_gpu  # Accelerate reads the variable only later
     state = PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)
@@ -96,11 +91,12 @@ def together() -> Iterator[None]:
         Exception: in the first process in which the block fails, its error.
         SystemExit: in the other processes after such an error, with exit code 2 and no message.
     """
-    state, error = PartialState(), None
+    state = PartialState()
+    error = None
     try:
         yield
     except Exception as raised:
-        if getattr(raised, "is_agreed", False):  # by a block within this one
+        if getattr(raised, "is_agreed", False):  # a block within this one has told all processes, as below
             raise
         error = raised
     if state.num_processes > 1:
@@ -119,7 +115,8 @@ def on_main(function: Callable, *arguments, share_result: bool = True):
     Args:
         share_result: whether every process gets the result, which is then pickled; else the others get None.
     """
-    result, state = None, PartialState()
+    state = PartialState()
+    result = None
     with together():
         if state.is_main_process:
             result = function(*arguments)
@@ -165,17 +162,19 @@ def restore_host_settings() -> Iterator[None]:
     kernels that PyTorch may choose (`make_accelerator`), and the progress bars of Transformers and huggingface_hub.
     PyTorch's global RNG is not restored: a run seeds it.
     """
-    shared_states = [(kind._shared_state, dict(kind._shared_state)) for kind in (AcceleratorState, GradientState)]
-    bars, hub_bars = transformers_logging.is_progress_bar_enabled(), dict(progress_bar_states)
-    precision, has_cudnn = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()
+    shared = [AcceleratorState._shared_state, GradientState._shared_state, progress_bar_states]  # dicts
+    before = [dict(state) for state in shared]
+    has_bars = transformers_logging.is_progress_bar_enabled()
+    precision = torch.get_float32_matmul_precision()
+    has_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         yield
     finally:
-        if bars:
+        if has_bars:
             transformers_logging.enable_progress_bar()  # also enables huggingface_hub's bars, which are restored below
-        for state, before in (*shared_states, (progress_bar_states, hub_bars)):
+        for state, content in zip(shared, before, strict=True):
             state.clear()
-            state.update(before)
+            state.update(content)
         torch.set_float32_matmul_precision(precision)
         torch.backends.cuda.enable_cudnn_sdp(has_cudnn)
 
@@ -197,7 +196,8 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
             not support, or Accelerate did not set up what the launcher asked for.
     """
     state = start_processes()
-    on_cpu, launchers = state.device.type == "cpu", os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    on_cpu = state.device.type == "cpu"
+    launchers = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if on_cpu:
         has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     else:
@@ -205,12 +205,10 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
     # `accelerate launch` also sets `no` if its user has not chosen a precision.
     asked_for = mixed_precision or (launchers if launchers != "no" else None)
     precision = asked_for or ("bf16" if has_bf16 else "no")
-    refuse_first(
-        {
-            f"mixed_precision {precision} is not supported; give bf16, fp16 or no": precision not in MATMUL_DTYPES,
-            "mixed_precision fp16 needs a GPU; give bf16 or no": precision == "fp16" and on_cpu,
-        }
-    )
+    if precision not in MATMUL_DTYPES:
+        raise UserError(f"mixed_precision {precision} is not supported; give bf16, fp16 or no")
+    if precision == "fp16" and on_cpu:
+        raise UserError("mixed_precision fp16 needs a GPU; give bf16 or no")
     if mixed_precision is None and "ACCELERATE_MIXED_PRECISION" in os.environ and precision != launchers:
         logger.info(f"mixed_precision {precision}, not the launcher's {launchers}; --mixed_precision sets another")
     # cuDNN's attention plans each new shape anew (20 ms to a second), and has given NaN for rows without a key.
@@ -224,17 +222,13 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
         **options,
     )
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
-    refuse_first(
-        {
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") and not is_fsdp:
+        raise UserError(
             f"FSDP was asked for, but Accelerate has none on {accelerator.device.type} with "
-            f"{accelerator.num_processes} processes; launch without FSDP, or on several GPUs": (
-                parse_flag_from_env("ACCELERATE_USE_FSDP") and not is_fsdp
-            ),
-            "FSDP's first version is not supported; set fsdp_version: 2 in the launcher's configuration": (
-                is_fsdp and not accelerator.is_fsdp2
-            ),
-        }
-    )
+            f"{accelerator.num_processes} processes; launch without FSDP, or on several GPUs"
+        )
+    if is_fsdp and not accelerator.is_fsdp2:
+        raise UserError("FSDP's first version is not supported; set fsdp_version: 2 in the launcher's configuration")
     if is_fsdp:
         # Each encoder block is sharded as a unit, whatever the launcher's configuration says. Accelerate's own policy
         # would put weights, losses and even counts into bf16. Without a policy they stay float32, and only matrix
@@ -266,18 +260,14 @@ def with_defaults(run: PretrainConfig, architecture: D2lBertConfig, accelerator:
     """
     device = accelerator.device.type
     has_dropout = architecture.attention_probs_dropout_prob > 0
-    refuse_first(
-        {
-            "attn_implementation flex_attention cannot train on a CPU; give eager or sdpa": (
-                run.attn_implementation == "flex_attention" and device == "cpu"
-            ),
+    if run.attn_implementation == "flex_attention" and device == "cpu":
+        raise UserError("attn_implementation flex_attention cannot train on a CPU; give eager or sdpa")
+    can_run_varlen = device == "cuda" and accelerator.mixed_precision != "no" and not has_dropout
+    if run.attn_implementation == "varlen" and not can_run_varlen:
+        raise UserError(
             "attn_implementation varlen needs an NVIDIA GPU, mixed_precision bf16 or fp16, and no dropout of "
-            "attention; give sdpa, or --attention_probs_dropout_prob 0": (
-                run.attn_implementation == "varlen"
-                and (device != "cuda" or accelerator.mixed_precision == "no" or has_dropout)
-            ),
-        }
-    )
+            "attention; give sdpa, or --attention_probs_dropout_prob 0"
+        )
     is_eager_faster = run.max_seq_length <= 256 or has_dropout
     tokens = MICRO_BATCH_TOKENS
     if device == "cuda":
@@ -290,7 +280,8 @@ def with_defaults(run: PretrainConfig, architecture: D2lBertConfig, accelerator:
         "torch_compile": device == "cuda",
         "micro_batch_size": max(1, tokens // run.max_seq_length),
     }
-    return dataclasses.replace(run, **{name: value for name, value in defaults.items() if getattr(run, name) is None})
+    missing = {name: value for name, value in defaults.items() if getattr(run, name) is None}
+    return dataclasses.replace(run, **missing)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -387,7 +378,8 @@ def compiled_blocks(model: nn.Module, is_compiled: bool) -> Iterator[None]:
     if not is_compiled:
         yield
         return
-    blocks, plain = model.base_model.encoder.layer, modeling_d2l_bert.gradient_in_float32  # of the loss, on a GPU
+    blocks = model.base_model.encoder.layer
+    plain = modeling_d2l_bert.gradient_in_float32  # the loss of the MLM head on a GPU
     modeling_d2l_bert.gradient_in_float32 = torch.compile(plain, dynamic=True)
     for block in blocks:
         block.compute = torch.compile(type(block).compute.__get__(block), dynamic=True)

@@ -12,7 +12,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from d2l_bert.messages import UserError, explained, reading_model, refuse_first, shortened
+from d2l_bert.messages import UserError, explained, reading_model, shortened
 from d2l_bert.modeling import conversion
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
@@ -76,13 +76,15 @@ def look_at_neighbours(model, generator: torch.Generator | None = None) -> None:
     Raises:
         UserError: `hidden_size` is odd, but sines and cosines come in pairs.
     """
-    config, bert = model.config, model.bert
+    config = model.config
     if config.hidden_size % 2:
         raise UserError(
             f"attention_init neighbours needs an even hidden_size, got {config.hidden_size}; give an even one, or "
             f"attention_init normal"
         )
-    hidden_size, positions = config.hidden_size, bert.embeddings.position_embeddings.weight
+    bert = model.bert
+    hidden_size = config.hidden_size
+    positions = bert.embeddings.position_embeddings.weight
     waves = LONGEST_WAVE ** (-torch.arange(0, hidden_size, 2) / hidden_size)  # (H / 2,)
     angles = torch.arange(len(positions))[:, None] * waves
     # A sine has a standard deviation of 1 / sqrt(2). Position embeddings get twice that of the other embeddings.
@@ -90,7 +92,8 @@ def look_at_neighbours(model, generator: torch.Generator | None = None) -> None:
 
     first = bert.encoder.layer[0].attention
     for head, rows in enumerate(torch.arange(hidden_size).split(first.head_size)):
-        nn.init.normal_(query := torch.empty(len(rows), hidden_size), std=hidden_size**-0.5, generator=generator)
+        query = torch.empty(len(rows), hidden_size)
+        nn.init.normal_(query, std=hidden_size**-0.5, generator=generator)
         first.query.weight[rows] = query
         first.key.weight[rows] = rotated(query, waves if head % 2 else -waves)
     for block in bert.encoder.layer:
@@ -104,7 +107,9 @@ def rotated(query: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     angles (C,).
     """
     sines, cosines = query[:, 0::2], query[:, 1::2]
-    return interleave(sines * angles.cos() + cosines * angles.sin(), cosines * angles.cos() - sines * angles.sin())
+    rotated_sines = sines * angles.cos() + cosines * angles.sin()
+    rotated_cosines = cosines * angles.cos() - sines * angles.sin()
+    return interleave(rotated_sines, rotated_cosines)
 
 
 def interleave(even: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
@@ -151,27 +156,25 @@ def start_from(
             model's; the architecture is not the model's; weights are missing, and not just those of whole heads; or
             the vocabulary of the run does not begin with the model's.
     """
-    label, saved = f"init_from {run.init_from}", read_architecture(run.init_from)
-    values = {field: (getattr(saved, field), getattr(architecture, field)) for field in D2lBertConfig.__annotations__}
+    label = f"init_from {run.init_from}"
+    saved = read_architecture(run.init_from)
     with reading_model(run.init_from, "init_from "):
         place = run.init_from if has_tokenizer(run.init_from) or not run.tokenizer else run.tokenizer
     known = load_tokenizer(place)
-    cases = {
-        **{
-            f"{field} is {of_model!r} there, and {of_run!r} here; take the model's value": (
-                of_model != of_run and field not in (*FREE_FIELDS, "vocab_size", "pad_token_id")
-            )
-            for field, (of_model, of_run) in values.items()
-        },
-        f"the model's vocabulary has {saved.vocab_size} entries, and tokenizer {place} has {len(known)}; give the "
-        f"tokenizer that the model was trained with": len(known) != saved.vocab_size,
-    }
-    refuse_first(cases, f"{label}: ")
-    of_run = tokenizer or (load_tokenizer(run.tokenizer) if run.tokenizer else known)
+    for field in D2lBertConfig.__annotations__:
+        of_model, of_run = getattr(saved, field), getattr(architecture, field)
+        if of_model != of_run and field not in (*FREE_FIELDS, "vocab_size", "pad_token_id"):
+            raise UserError(f"{label}: {field} is {of_model!r} there, and {of_run!r} here; take the model's value")
+    if len(known) != saved.vocab_size:
+        raise UserError(
+            f"{label}: the model's vocabulary has {saved.vocab_size} entries, and tokenizer {place} has {len(known)}; "
+            f"give the tokenizer that the model was trained with"
+        )
+    tokenizer_of_run = tokenizer or (load_tokenizer(run.tokenizer) if run.tokenizer else known)
     with explained(
         f"{label}: another vocabulary", "use the model's tokenizer, unchanged or with --extend_vocab", UserError
     ):
-        added_entries(known, of_run)
+        added_entries(known, tokenizer_of_run)
     config = copy.deepcopy(architecture)
     config.vocab_size = len(known)
     with reading_model(run.init_from, "init_from "):
@@ -223,11 +226,11 @@ def added_entries(old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) ->
     Raises:
         UserError: the vocabulary of `new` does not begin with all entries of `old`.
     """
-    before, after = pieces(old), pieces(new)
-    if others := [
-        entry for entry, at_its_id in itertools.zip_longest(before, after[: len(before)]) if entry != at_its_id
-    ]:
-        raise UserError(f"the tokenizer must begin with the model's vocabulary, and lacks {others[0]!r} in its place")
+    before = pieces(old)
+    after = pieces(new)
+    for entry, at_its_id in itertools.zip_longest(before, after[: len(before)]):
+        if entry != at_its_id:
+            raise UserError(f"the tokenizer must begin with the model's vocabulary, and lacks {entry!r} in its place")
     return after[len(before) :]
 
 

@@ -178,17 +178,25 @@ def override_options(run: PretrainConfig, changes: dict) -> PretrainConfig:
     if any(name in changes for name in LENGTH_OPTIONS):
         changes = {**dict.fromkeys(LENGTH_OPTIONS), **changes}
     for schedule, last in SCHEDULES.items():
-        if "none" in (given := changes.get(schedule, [])):
-            changes[schedule] = given[len(given) - given[::-1].index("none") :]  # what was given before has no effect
-        elif schedule not in changes:  # keep the recipe's entries that still fit
+        if schedule in changes:
+            changes[schedule] = _after_last_none(changes[schedule])
+        else:  # keep the recipe's entries that still fit
             most = changes.get(last, getattr(run, last))
-            changes[schedule] = [e for e in getattr(run, schedule) if int(e.partition(":")[0]) < most]
+            changes[schedule] = [entry for entry in getattr(run, schedule) if int(entry.partition(":")[0]) < most]
     if changes.get("lr_scheduler_type") == "constant":
         changes.setdefault("warmup_ratio", 0.0)
     if changes.get("init_from") is not None:
         changes.setdefault("attention_init", "normal")
         changes.setdefault("learning_rate", GO_ON_SHARE * run.learning_rate)
     return dataclasses.replace(run, **changes)
+
+
+def _after_last_none(entries):
+    """The entries of a schedule behind the last `none`, or all: what stands before one has no effect."""
+    for place in reversed(range(len(entries))):
+        if entries[place] == "none":
+            return entries[place + 1 :]
+    return entries
 
 
 def architecture_options() -> list[str]:
