@@ -16,7 +16,7 @@ from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data import order
 from d2l_bert.training.data.batches import ALONE, Ranks
 from d2l_bert.training.data.order import START, EpochPairs
-from d2l_bert.training.data.steps import Step, TrainingSteps, load
+from d2l_bert.training.data.steps import Step, TrainingSteps, steps_ahead
 
 
 @pytest.fixture(scope="module")
@@ -171,13 +171,13 @@ def test_without_workers_a_thread_makes_two_steps_ahead_while_this_one_is_taken(
                 raise ValueError("cache: cannot be written")
             return Step([], torch.zeros(5), cursor=(0, 0, number), words=0.0)
 
-    loaded = load(Steps())
+    loaded = steps_ahead(Steps())
     assert next(loaded).cursor[2] == 0 and made[3].wait(60)  # two beside the one that follows
     assert not made[4].is_set() and threading.current_thread() not in threads
     assert [next(loaded).cursor[2] for _ in range(3)] == [1, 2, 3] and made[4].wait(60)
     with pytest.raises(ValueError, match="cannot be written"):
         next(loaded)
-    assert list(load(Steps(), 6)) == []
+    assert list(steps_ahead(Steps(), 6)) == []
 
 
 class FailingSteps:
@@ -223,7 +223,7 @@ def test_an_error_in_a_worker_is_not_called_too_little_memory(fail, kind, words,
     for numbers in DataLoader(range(2), num_workers=1):
         assert numbers.tolist() in ([0], [1])
     assert (handler := signal.getsignal(signal.SIGCHLD)) != signal.SIG_DFL
-    loaded = load(FailingSteps(fail), num_workers=1)
+    loaded = steps_ahead(FailingSteps(fail), num_workers=1)
     with pytest.raises(kind, match=words):
         next(loaded)
     assert signal.getsignal(signal.SIGCHLD) is handler
@@ -236,7 +236,7 @@ def test_a_gpu_gets_no_attention_mask_where_no_token_is_padding_or_rows_are_pack
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
     steps, for_gpu = (make_steps(text, micro_batch_size=1, packing=packing, on_gpu=on_gpu) for on_gpu in (False, True))
-    for _, made, loaded in zip(range(3), steps.walk(), load(for_gpu), strict=False):
+    for _, made, loaded in zip(range(3), steps.walk(), steps_ahead(for_gpu), strict=False):
         assert loaded.counts.tolist() == made.counts.tolist()
         for batch, found in zip(made.micro_batches, loaded.micro_batches, strict=True):
             assert all(any(tensor is other for other in pinned) for tensor in found.values())
