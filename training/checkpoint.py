@@ -232,10 +232,15 @@ def checkpoints(folder: Path, unfinished: bool = False) -> list[Path]:
     Args:
         unfinished: include hidden folders whose writing or deletion was interrupted.
     """
-    pattern = r"\.*checkpoint-\d+(\.part)*" if unfinished else r"checkpoint-\d+"
+    pattern = r"checkpoint-\d+"
+    if unfinished:
+        pattern = rf"\.*{pattern}(\.part)*"  # as `folders.hidden` names them
     # `glob` finds nothing where the output folder does not exist, as on another machine.
-    paths = (path for path in folder.glob("*checkpoint-*") if re.fullmatch(pattern, path.name) and path.is_dir())
-    return sorted(paths, key=step_of)
+    found = []
+    for path in folder.glob("*checkpoint-*"):
+        if re.fullmatch(pattern, path.name) and path.is_dir():
+            found.append(path)
+    return sorted(found, key=step_of)
 
 
 def step_of(path: Path) -> int:

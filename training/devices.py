@@ -242,7 +242,8 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
 
 # The most tokens of the default micro-batch on a GPU; and the bytes that a step in bf16 keeps for each token, block
 # and hidden unit (94 kB for a token in a block of BERT-base), so that the default takes at most half of the memory.
-GPU_TOKENS, BYTES_A_UNIT = 2**16, 122
+GPU_TOKENS = 2**16
+BYTES_A_UNIT = 122
 
 
 def with_defaults(run: PretrainConfig, architecture: D2lBertConfig, accelerator: Accelerator) -> PretrainConfig:
@@ -272,8 +273,8 @@ def with_defaults(run: PretrainConfig, architecture: D2lBertConfig, accelerator:
     tokens = MICRO_BATCH_TOKENS
     if device == "cuda":
         memory = torch.cuda.get_device_properties(accelerator.device).total_memory
-        fitting = memory / 2 / (architecture.num_hidden_layers * architecture.hidden_size * BYTES_A_UNIT)
-        tokens = min(GPU_TOKENS, 2 ** int(math.log2(fitting)))
+        bytes_a_token = architecture.num_hidden_layers * architecture.hidden_size * BYTES_A_UNIT
+        tokens = min(GPU_TOKENS, 2 ** int(math.log2(memory / 2 / bytes_a_token)))
     defaults = {
         "mixed_precision": accelerator.mixed_precision,
         "attn_implementation": "eager" if device == "cpu" and is_eager_faster else "sdpa",
@@ -325,7 +326,8 @@ MATMUL_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.floa
 # Side lengths of the square matrices that measure the peak. Two cores are fastest at 512, where the matrices fit into
 # the CPU's caches; many cores need larger matrices to keep every core busy. A GPU or another accelerator computes far
 # more at once, and needs the largest.
-CPU_SIDES, ACCELERATOR_SIDES = (512, 1024, 2048), (4096, 8192)
+CPU_SIDES = (512, 1024, 2048)
+ACCELERATOR_SIDES = (4096, 8192)
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
@@ -346,9 +348,11 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) 
             break
         # Random numbers, not zeros: on zeros a GPU draws less power and runs faster.
         generator = torch.Generator(device)
-        left, right = (torch.randn(side, side, generator=generator, device=device).to(dtype) for _ in range(2))
+        left = torch.randn(side, side, generator=generator, device=device).to(dtype)
+        right = torch.randn(side, side, generator=generator, device=device).to(dtype)
         timer = Timer("left @ right", globals={"left": left, "right": right}, num_threads=torch.get_num_threads())
-        peak = max(peak, operations / min(timer.blocked_autorange(min_run_time=seconds / len(sides)).times))
+        timed = timer.blocked_autorange(min_run_time=seconds / len(sides))
+        peak = max(peak, operations / min(timed.times))
     return peak
 
 

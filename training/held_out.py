@@ -126,7 +126,7 @@ def held_out_counts(model, batches, device, top_5: bool = False) -> torch.Tensor
 
 def _sums_of(batch, outputs, top_5):
     """The entries of `SUMS` of one batch, by their names."""
-    logits = outputs.get("prediction_logits", outputs.get("logits"))
+    logits = _mlm_logits(outputs)
     found = {}
     found["mlm_loss"], found["mlm_correct"], found["masked_tokens"] = _loss_correct_count(logits, batch["labels"])
     if "next_sentence_label" in batch:
@@ -144,12 +144,19 @@ def _sums_of(batch, outputs, top_5):
     return found
 
 
+def _mlm_logits(outputs):
+    """The logits of the MLM head: a model with a second head calls them `prediction_logits`."""
+    return outputs.prediction_logits if "prediction_logits" in outputs else outputs.logits
+
+
 def _loss_correct_count(logits, labels):
     """The summed loss, the number of correct predictions, and the number of labels that are not -100."""
     is_labelled = labels != -100
     logits = logits[is_labelled].float()
     labels = labels[is_labelled]
-    return F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(-1) == labels).sum(), is_labelled.sum()
+    loss = F.cross_entropy(logits, labels, reduction="sum")
+    correct = (logits.argmax(-1) == labels).sum()
+    return loss, correct, is_labelled.sum()
 
 
 def held_out_metrics(sums: torch.Tensor, task: PairTask | None) -> dict[str, float]:
@@ -234,9 +241,10 @@ def variety(model, batch) -> dict[str, float]:
     # The sum of the cosines of all pairs is the square of the summed vectors; those of equal tokens are taken off.
     by_kind = vectors.new_zeros(len(counts), vectors.shape[1]).index_add_(0, kinds, vectors)
     sum_of_cosines = by_kind.sum(0).square().sum() - by_kind.square().sum()
-    guesses = outputs.get("prediction_logits", outputs.get("logits")).argmax(-1)[batch["labels"] != -100]
+    pairs_of_different_tokens = len(vectors) ** 2 - counts.square().sum()
+    guesses = _mlm_logits(outputs).argmax(-1)[batch["labels"] != -100]
     return {
-        "token_cosine": float(sum_of_cosines / (len(vectors) ** 2 - counts.square().sum())),
+        "token_cosine": float(sum_of_cosines / pairs_of_different_tokens),
         "distinct_predictions": len(guesses.unique()),
     }
 
@@ -254,9 +262,10 @@ def show_example(model, tokenizer, batch, task: PairTask | None) -> str:
     """
     outputs = model.eval()(**{name: tensor.to(model.device) for name, tensor in batch.items()})
     tokens = tokenizer.convert_ids_to_tokens(batch["input_ids"][0][batch["attention_mask"][0] == 1])
-    guesses = outputs.get("prediction_logits", outputs.get("logits"))[0].argmax(-1)
-    slots = zip(batch["masked_positions"][0].tolist(), batch["labels"][0].tolist(), guesses.tolist(), strict=True)
-    for position, label, guess in slots:
+    positions = batch["masked_positions"][0].tolist()
+    labels = batch["labels"][0].tolist()
+    guesses = _mlm_logits(outputs)[0].argmax(-1).tolist()
+    for position, label, guess in zip(positions, labels, guesses, strict=True):
         if label != -100:
             wrong = "" if guess == label else f", predicted {tokenizer.convert_ids_to_tokens(guess)}"
             tokens[position] = f"[{tokenizer.convert_ids_to_tokens(label)}{wrong}]"
@@ -288,9 +297,9 @@ def example_sentences(text, max_length: int, count: int = 5) -> list[str]:
     for ids in preferred + others:
         # Decoding does not restore the original text, which may have had fewer tokens.
         sentence = text.tokenizer.decode(ids)
-        if sentence.count(text.tokenizer.mask_token) != 1 or len(text.tokenizer(sentence)["input_ids"]) > max_length:
-            continue
-        found.append(sentence)
+        has_one_mask = sentence.count(text.tokenizer.mask_token) == 1
+        if has_one_mask and len(text.tokenizer(sentence)["input_ids"]) <= max_length:
+            found.append(sentence)
         if len(found) == count:
             break
     return found
@@ -375,7 +384,8 @@ def advice(metrics: dict, train_words: int, is_fresh: bool = True) -> str:
             f"{passes:,.0f} passes over the text, and more than {MANY_PASSES} add little; give more text, fewer steps "
             f"(--max_steps), or dropout (--hidden_dropout_prob 0.1 --attention_probs_dropout_prob 0.1)"
         )
-    loss, entropy = metrics["eval_mlm_loss"], metrics["eval_token_entropy"]
+    loss = metrics["eval_mlm_loss"]
+    entropy = metrics["eval_token_entropy"]
     began_with = metrics.get(INITIAL_LOSS, entropy)
     if is_fresh and began_with < entropy and loss > LITTLE_LEARNT * began_with:
         return (

@@ -88,7 +88,8 @@ def look_at_neighbours(model, generator: torch.Generator | None = None) -> None:
     waves = LONGEST_WAVE ** (-torch.arange(0, hidden_size, 2) / hidden_size)  # (H / 2,)
     angles = torch.arange(len(positions))[:, None] * waves
     # A sine has a standard deviation of 1 / sqrt(2). Position embeddings get twice that of the other embeddings.
-    positions.copy_(interleave(angles.sin(), angles.cos()) * 2 * config.initializer_range * 2**0.5)
+    waves_of_positions = interleave(angles.sin(), angles.cos())
+    positions.copy_(waves_of_positions * 2 * config.initializer_range * 2**0.5)
 
     first = bert.encoder.layer[0].attention
     for head, rows in enumerate(torch.arange(hidden_size).split(first.head_size)):
@@ -106,7 +107,8 @@ def rotated(query: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     The key matrix (R, 2C) with which a query matrix (R, 2C) finds the position whose sinusoids have turned on by these
     angles (C,).
     """
-    sines, cosines = query[:, 0::2], query[:, 1::2]
+    sines = query[:, 0::2]
+    cosines = query[:, 1::2]
     rotated_sines = sines * angles.cos() + cosines * angles.sin()
     rotated_cosines = cosines * angles.cos() - sines * angles.sin()
     return interleave(rotated_sines, rotated_cosines)
@@ -162,7 +164,8 @@ def start_from(
         place = run.init_from if has_tokenizer(run.init_from) or not run.tokenizer else run.tokenizer
     known = load_tokenizer(place)
     for field in D2lBertConfig.__annotations__:
-        of_model, of_run = getattr(saved, field), getattr(architecture, field)
+        of_model = getattr(saved, field)
+        of_run = getattr(architecture, field)
         if of_model != of_run and field not in (*FREE_FIELDS, "vocab_size", "pad_token_id"):
             raise UserError(f"{label}: {field} is {of_model!r} there, and {of_run!r} here; take the model's value")
     if len(known) != saved.vocab_size:

@@ -114,7 +114,8 @@ def _held_out_line(row):
     figures = [f"MLM loss {row['eval_mlm_loss']:.3f}, accuracy {row['eval_mlm_accuracy']:.1%}"]
     task = pair_task(row)
     if task:
-        loss, accuracy = row[f"eval_{task.key}_loss"], row[f"eval_{task.key}_accuracy"]
+        loss = row[f"eval_{task.key}_loss"]
+        accuracy = row[f"eval_{task.key}_accuracy"]
         one_segment = row[f"eval_{task.key}_one_segment_accuracy"]
         figures.append(
             f"{task.key.upper()} loss {loss:.3f}, accuracy {accuracy:.1%} (one segment alone: {one_segment:.1%})"
@@ -277,21 +278,18 @@ class RunLog:
         if not self.steps:
             return
         seconds = time.monotonic() - self.row_began
-        total = StepStats(*(sum(figures) for figures in zip(*self.steps, strict=True)))
+        total = StepStats(*(sum(of_steps) for of_steps in zip(*self.steps, strict=True)))  # losses are not read
         operations = training_arithmetic(self.architecture, total, self.task is not None)
-        row = {
-            "step": self.progress.step,
-            **self._mean_losses(),
-            "learning_rate": self.learning_rate,
-            "seconds": seconds,
-            self.unit: round(total.examples),
-            "tokens_per_second": total.tokens / seconds,
-            "padding_share": 1 - total.tokens / total.padded_tokens,
-            "data_wait_share": self.waited / seconds,
-            "seconds_left": (self.max_steps - self.progress.step) * seconds / len(self.steps),
-            "mfu": operations / (seconds * self.peak),
-            "memory_mb": used_memory(self.accelerator.device),
-        }
+        row = {"step": self.progress.step, **self._mean_losses()}
+        row["learning_rate"] = self.learning_rate
+        row["seconds"] = seconds
+        row[self.unit] = round(total.examples)
+        row["tokens_per_second"] = total.tokens / seconds
+        row["padding_share"] = 1 - total.tokens / total.padded_tokens
+        row["data_wait_share"] = self.waited / seconds
+        row["seconds_left"] = (self.max_steps - self.progress.step) * seconds / len(self.steps)
+        row["mfu"] = operations / (seconds * self.peak)
+        row["memory_mb"] = used_memory(self.accelerator.device)
         if total.skipped:
             row["skipped_steps"] = round(total.skipped)
         self.steps = []
@@ -330,18 +328,20 @@ class RunLog:
                 f"{self.path}: no row of training; put back the log of the run, or go on from an earlier checkpoint"
             )
         seconds = sum(row["seconds"] for row in rows)
-        tokens = [row["tokens_per_second"] * row["seconds"] for row in rows]
-        padded = sum(count / (1 - row["padding_share"]) for count, row in zip(tokens, rows, strict=True))
-        return {
-            "train_seconds": seconds,
-            f"train_{self.unit}_per_second": sum(row[self.unit] for row in rows) / seconds,
-            "train_tokens_per_second": sum(tokens) / seconds,
-            "train_padding_share": 1 - sum(tokens) / padded,
-            "train_data_wait_share": sum(row["data_wait_share"] * row["seconds"] for row in rows) / seconds,
-            "train_mfu": sum(row["mfu"] * row["seconds"] for row in rows) / seconds,
-            "train_skipped_steps": sum(row.get("skipped_steps", 0) for row in rows),
-            "train_memory_mb": max(row["memory_mb"] for row in rows),
-        }
+        tokens, with_padding = 0.0, 0.0
+        for row in rows:
+            of_row = row["tokens_per_second"] * row["seconds"]
+            tokens += of_row
+            with_padding += of_row / (1 - row["padding_share"])
+        speed = {"train_seconds": seconds}
+        speed[f"train_{self.unit}_per_second"] = sum(row[self.unit] for row in rows) / seconds
+        speed["train_tokens_per_second"] = tokens / seconds
+        speed["train_padding_share"] = 1 - tokens / with_padding
+        speed["train_data_wait_share"] = sum(row["data_wait_share"] * row["seconds"] for row in rows) / seconds
+        speed["train_mfu"] = sum(row["mfu"] * row["seconds"] for row in rows) / seconds
+        speed["train_skipped_steps"] = sum(row.get("skipped_steps", 0) for row in rows)
+        speed["train_memory_mb"] = max(row["memory_mb"] for row in rows)
+        return speed
 
     def record(self, row: dict) -> None:
         """Send a row with its `step` to the log file, the trackers and the terminal."""
@@ -521,8 +521,9 @@ def training_arithmetic(config: D2lBertConfig, counts, pair_task: bool) -> float
     queries = (config.num_hidden_layers - 1) * tokens + tokens_read
     # Multiplications: of keys and values; of queries, attention's output and the feed-forward network; and
     # Q K^T and the probabilities times V, over all heads.
-    products = 2 * hidden**2 * keys + (2 * hidden**2 + 2 * hidden * config.intermediate_size) * queries
+    products_of_keys = 2 * hidden**2 * keys
+    products_of_queries = (2 * hidden**2 + 2 * hidden * config.intermediate_size) * queries
     attention = 2 * hidden * counts.squared_lengths * queries / max(1, tokens)
     mlm = (hidden**2 + hidden * config.vocab_size) * counts.masked_tokens
     pairs = (hidden**2 + 2 * hidden) * counts.examples if pair_task else 0
-    return 3.0 * 2 * (products + attention + mlm + pairs)
+    return 3.0 * 2 * (products_of_keys + products_of_queries + attention + mlm + pairs)

@@ -108,7 +108,8 @@ class Learner:
             The losses, the gradient norm and the counts of the whole batch, summed over all processes.
         """
         # The seed of dropout follows from the step, so that a checkpoint needs no state of the generator.
-        torch.manual_seed(int(short_hash(self.run.seed, number, self.accelerator.process_index), 16) % 2**63)
+        seed = short_hash(self.run.seed, number, self.accelerator.process_index)
+        torch.manual_seed(int(seed, 16) % 2**63)
         stats = self.take_step(step.micro_batches, step.counts, learning_rate)
         if self.average and not stats.skipped:
             self.average.update(number)
@@ -228,9 +229,10 @@ class Learner:
 
         The moments of the optimizers, and the average of the weights if there is one; empty outside the main process.
         """
+        averages = self.average.averages if self.average else {}
         return {
             checkpoint.OPTIMIZER_FILE: self._gather(self._moments()),
-            checkpoint.AVERAGE_FILE: self._gather(self.average.averages if self.average else {}),
+            checkpoint.AVERAGE_FILE: self._gather(averages),
         }
 
     def bytes_in_checkpoint(self) -> int:
@@ -406,7 +408,7 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure=None):
-        if any(parameter.device.type != "cpu" for group in self.param_groups for parameter in group["params"]):
+        if self.param_groups[0]["params"][0].device.type != "cpu":
             return super().step(closure)
         for group in self.param_groups:
             momentum = group["momentum"]

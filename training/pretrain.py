@@ -66,7 +66,8 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
     transformers_logging.disable_progress_bar()  # Transformers shows a bar for each file that it saves
     with lost_processes_explained(), contextlib.ExitStack() as stack:
         with together():
-            trackers, folder = check_options(architecture, run), run_folder.folder_of(run)
+            trackers = check_options(architecture, run)
+            folder = run_folder.folder_of(run)
             accelerator = devices.make_accelerator(run.mixed_precision, log_with=trackers, project_dir=folder)
             run = devices.with_defaults(run, architecture, accelerator)
             run.check()  # the launcher's precision, too, must go with the other options
@@ -85,7 +86,8 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
         with together():
             run = with_objective(dataclasses.replace(run, **text.token_options), text)
         architecture = copy.deepcopy(architecture)
-        architecture.vocab_size, architecture.pad_token_id = len(text.tokenizer), text.tokenizer.pad_token_id
+        architecture.vocab_size = len(text.tokenizer)
+        architecture.pad_token_id = text.tokenizer.pad_token_id
         text.tokenizer.model_max_length = architecture.max_position_embeddings
         with lack_of_memory_explained():
             train(run, architecture, text, accelerator, folder, resumed)
@@ -232,7 +234,8 @@ class Loop:
 
     def train(self, batches: Iterator[Step]) -> None:
         """Train to the last step; or until a signal stops the run, after which all processes have the same step."""
-        progress, log = self.progress, self.log
+        progress = self.progress
+        log = self.log
         if self.is_start_evaluated():
             self.evaluate()
         log.start_clock()
@@ -348,7 +351,8 @@ def check_place(steps: TrainingSteps, resumed: Checkpoint) -> None:
 def report_dry_run(run: PretrainConfig, learner: Learner, steps: TrainingSteps, text_words: int) -> None:
     """Time some steps of each stage, and say how long the run takes, and how much memory and disk; keep nothing."""
     seconds, words = schedule.time_steps(learner, steps)
-    memory, megabytes = used_memory(learner.accelerator.device), learner.bytes_in_checkpoint() / 1e6
+    memory = used_memory(learner.accelerator.device)
+    megabytes = learner.bytes_in_checkpoint() / 1e6
     parameters = sum(parameter.numel() for parameter in learner.parameters.values())
     report.info(
         f"dry run: {run.max_steps:,} steps of {run.global_batch_size:,} {unit(PAIR_TASKS.get(run.objective))} of at "

@@ -19,10 +19,13 @@ from d2l_bert.training.optimizer import Learner
 logger = logging.getLogger(__name__)
 
 # Numbers in a whole run without --logging_steps, --eval_steps, --save_steps.
-DEFAULT_ROWS, DEFAULT_EVALUATIONS, DEFAULT_CHECKPOINTS = 100, 10, 10
+DEFAULT_ROWS = 100
+DEFAULT_EVALUATIONS = 10
+DEFAULT_CHECKPOINTS = 10
 
 # The assumed length of a run, in steps, while its real length is not known; and the steps to time at each length.
-PROVISIONAL_STEPS, STEPS_TIMED = 1000, 20
+PROVISIONAL_STEPS = 1000
+STEPS_TIMED = 20
 
 # For each schedule, a function from the remaining share of the decay steps, in [0, 1], to the share of the peak rate.
 # The decay 1 - sqrt is the best that Hägele et al. (2024, section 3) found for `warmup_stable_decay`.
@@ -59,13 +62,16 @@ def due_after(run: PretrainConfig, step: int) -> set[str]:
 
     Every evaluation and checkpoint is logged. The last step is always logged, evaluated and saved.
     """
-    every = {
-        "log": run.logging_steps or math.ceil(run.max_steps / DEFAULT_ROWS),
-        "evaluate": run.eval_steps or math.ceil(run.max_steps / DEFAULT_EVALUATIONS),
-        "save": run.save_steps or math.ceil(run.max_steps / DEFAULT_CHECKPOINTS),
-    }
-    due = {name for name, steps in every.items() if step % steps == 0 or step == run.max_steps}
-    return {*due, "log"} if due else due
+    if step == run.max_steps:
+        return {"log", "evaluate", "save"}
+    due = set()
+    if step % (run.logging_steps or math.ceil(run.max_steps / DEFAULT_ROWS)) == 0:
+        due.add("log")
+    if step % (run.eval_steps or math.ceil(run.max_steps / DEFAULT_EVALUATIONS)) == 0:
+        due |= {"log", "evaluate"}
+    if step % (run.save_steps or math.ceil(run.max_steps / DEFAULT_CHECKPOINTS)) == 0:
+        due |= {"log", "save"}
+    return due
 
 
 # ---------------------------------------------------------------------------------------------------------------------
