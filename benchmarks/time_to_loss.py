@@ -4,23 +4,27 @@ Minutes from token ids to a held-out MLM loss: ours, beside stock BERT of the sa
     python -m benchmarks.time_to_loss ours --books DIR --steps 150 300 600 1200 --record found.jsonl
     python -m benchmarks.time_to_loss trainer --books DIR --rows grouped blocks lines --rate 1e-3 2e-3 --batch 32 64 \
         --steps 2000 --record found.jsonl
+    python -m benchmarks.time_to_loss steps --books DIR --rows grouped blocks lines --batch 32 64 --record found.jsonl
     python -m benchmarks.time_to_loss show --record found.jsonl --targets 4.5 4.0 3.75 --picture time_to_loss.png
 
 DIR/train and DIR/valid are folders of text files. They are tokenized before the first run, which takes minutes of no
 contestant. Both read the same token ids, and are measured on the same held-out sentences with the same masks. Each run
-is a whole one, whose rate has fallen to 0 when its time is taken: the middle of a long schedule is not a result. A
+is a whole one, whose rate has fallen to 0 when its loss is taken: the middle of a long schedule is not a result. A
 contestant reaches a loss in the minutes of its shortest run that has it. Runs are added to the record; those in it are
 not made again.
 
-`ours` is the recipe `tiny-sentences`; its time has the start from bigrams, and all evaluations. `trainer` is
-`BertForMaskedLM` with `DataCollatorForLanguageModeling` (15 % of the tokens), as Transformers' example `run_mlm.py`
-trains, with AdamW and a linear decay. Dropout is 0: the text is not repeated. Its rows are made in three ways:
+`ours` is the recipe `tiny-sentences`; its time is that of the whole run, with the start from bigrams and all
+evaluations, so the machine must be quiet. `trainer` is `BertForMaskedLM` with `DataCollatorForLanguageModeling` (15 %
+of the tokens), as Transformers' example `run_mlm.py` trains, with AdamW and a linear decay. Dropout is 0: the text is
+not repeated. Its rows are made in three ways:
 
     blocks     all sentences one after the other, cut into blocks of 128 tokens (run_mlm's default)
     lines      a sentence a row, padded to 128 tokens (--line_by_line --pad_to_max_length)
     grouped    a sentence a row, in batches of similar lengths, padded to the longest
 
-Only `trainer.train()` counts for it, not its preparation of rows.
+The minutes of `trainer` are its steps times the mean seconds of a step, which `steps` measures on a quiet machine. So
+its runs, which take hours, may have other work beside them. Preparing rows, evaluating and saving count nothing. Runs
+of `lines` pad a batch to its longest row, which changes no gradient; `steps` pads to 128.
 """
 
 import argparse
@@ -35,7 +39,14 @@ import numpy as np
 import torch
 from matplotlib import figure
 from torch.nn import functional as F
-from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling, Trainer, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from d2l_bert import RECIPES, pretrain
 from d2l_bert.training.held_out import HeldOutPairs
@@ -44,6 +55,9 @@ from d2l_bert.training.initialize import prepare_with_tokenizer
 
 RECIPE, LENGTH = "tiny-sentences", 128
 ROWS = ("blocks", "lines", "grouped")
+
+# `grouped` sorts its rows within 50 batches: these steps are four such sets.
+UNTIMED_STEPS, TIMED_STEPS = 20, 200
 
 
 def options_of(books: Path):
@@ -72,8 +86,13 @@ def run_ours(books: Path, steps: int, seed: int, **changes) -> dict:
     return {"minutes": seconds / 60, "loss": metrics["eval_mlm_loss"]}
 
 
-def rows_of(text, kind: str) -> list[dict]:
-    """The training rows: sentences in [CLS] and [SEP], or blocks of them; with what may not be masked, as run_mlm."""
+def rows_of(text, kind: str, are_padded: bool) -> list[dict]:
+    """
+    The training rows: sentences in [CLS] and [SEP], or blocks of them; with what may not be masked, as run_mlm.
+
+    Args:
+        are_padded: a row of `lines` has 128 tokens.
+    """
     corpus, tokenizer = text.train, text.tokenizer
     cls, sep, pad = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id
     starts, most = np.asarray(corpus.sentence_starts), LENGTH - 2
@@ -87,15 +106,28 @@ def rows_of(text, kind: str) -> list[dict]:
         sentences = ids[: len(ids) // LENGTH * LENGTH].reshape(-1, LENGTH).tolist()
     rows = []
     for sentence in sentences:
-        row = sentence + [pad] * (LENGTH - len(sentence) if kind == "lines" else 0)
-        row = np.array(row, dtype=np.int32)
+        if kind == "lines" and are_padded:
+            sentence = sentence + [pad] * (LENGTH - len(sentence))
+        row = np.array(sentence, dtype=np.int32)
         special = np.isin(row, (cls, sep, pad)).astype(np.int8)
         rows.append({"input_ids": row, "attention_mask": (row != pad).astype(np.int8), "special_tokens_mask": special})
     return rows
 
 
-def run_trainer(books: Path, kind: str, rate: float, batch: int, steps: int, seed: int, in_bf16: bool) -> dict:
-    """The minutes and the loss of one run."""
+class StepTimes(TrainerCallback):
+    """The time at which each step ended."""
+
+    def __init__(self):
+        self.ends = []
+
+    def on_step_end(self, *_, **__):
+        self.ends.append(time.monotonic())
+
+
+def train_stock_bert(
+    books: Path, kind: str, rate: float, batch: int, steps: int, seed: int, in_bf16: bool, is_timed: bool
+):
+    """Train stock BERT under Trainer; returns the model, the text and the options to measure it, and `StepTimes`."""
     architecture, run, prepared = options_of(books)
     torch.manual_seed(seed)
     config = BertConfig(
@@ -109,7 +141,7 @@ def run_trainer(books: Path, kind: str, rate: float, batch: int, steps: int, see
         attention_probs_dropout_prob=0.0,
         pad_token_id=prepared.tokenizer.pad_token_id,
     )
-    model = BertForMaskedLM(config)
+    model, times = BertForMaskedLM(config), StepTimes()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -128,11 +160,22 @@ def run_trainer(books: Path, kind: str, rate: float, batch: int, steps: int, see
             disable_tqdm=True,
         )
         collator = DataCollatorForLanguageModeling(prepared.tokenizer, mlm_probability=0.15)
-        trainer = Trainer(model, arguments, data_collator=collator, train_dataset=rows_of(prepared, kind))
-        begun = time.monotonic()
-        trainer.train()
-        seconds = time.monotonic() - begun
-    return {"minutes": seconds / 60, "loss": held_out_loss(model, prepared, run)}
+        rows = rows_of(prepared, kind, are_padded=is_timed)
+        Trainer(model, arguments, data_collator=collator, train_dataset=rows, callbacks=[times]).train()
+    return model, prepared, run, times
+
+
+def run_trainer(books: Path, **settings) -> dict:
+    """The loss of one run."""
+    model, prepared, run, _ = train_stock_bert(books, is_timed=False, **settings)
+    return {"loss": held_out_loss(model, prepared, run)}
+
+
+def time_steps(books: Path, **settings) -> dict:
+    """The mean seconds of a step."""
+    settings |= {"rate": 1e-3, "steps": UNTIMED_STEPS + TIMED_STEPS, "seed": 1}
+    ends = train_stock_bert(books, is_timed=True, **settings)[3].ends
+    return {"seconds_per_step": (ends[-1] - ends[UNTIMED_STEPS - 1]) / TIMED_STEPS}
 
 
 @torch.no_grad()
@@ -157,21 +200,37 @@ def known_runs(record: Path) -> list[dict]:
     return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
 
 
-def make(record: Path, contestant: str, settings: dict, function, *arguments) -> None:
+def make(record: Path, contestant: str, settings: dict, function, books: Path) -> None:
     """Make a run unless the record has it, and add it."""
     key = {"contestant": contestant, **settings}
     if any(key.items() <= known.items() for known in known_runs(record)):
         return
-    found = function(*arguments, **settings)
+    found = function(books, **settings)
     with record.open("a") as file:
         file.write(json.dumps({**key, **found}) + "\n")
-    print(f"{contestant} {settings}: {found['loss']:.3f} nats after {found['minutes']:.1f} minutes", flush=True)
+    print(contestant, *(f"{name} {value}" for name, value in settings.items()), found, flush=True)
+
+
+def add_minutes(runs: list[dict]) -> list[dict]:
+    """The runs with a loss, each with its minutes; runs of Trainer only if a step of theirs has been timed."""
+    seconds = {}
+    for each in runs:
+        if each["contestant"] == "steps":
+            seconds[each["kind"], each["batch"], each["in_bf16"]] = each["seconds_per_step"]
+    found = []
+    for each in runs:
+        if each["contestant"] == "ours":
+            found.append(each)
+        elif each["contestant"] == "trainer" and (each["kind"], each["batch"], each["in_bf16"]) in seconds:
+            minutes = each["steps"] * seconds[each["kind"], each["batch"], each["in_bf16"]] / 60
+            found.append({**each, "minutes": minutes})
+    return found
 
 
 def fronts(runs: list[dict]) -> dict[str, list[dict]]:
     """For each contestant, and each way of making rows, the runs that no shorter run has a lower loss than."""
     by_name = {}
-    for each in sorted(runs, key=lambda one: one["minutes"]):
+    for each in sorted(add_minutes(runs), key=lambda one: one["minutes"]):
         name = "d2l-bert" if each["contestant"] == "ours" else f"Trainer, {each['kind']}"
         front = by_name.setdefault(name, [])
         if not front or each["loss"] < front[-1]["loss"]:
@@ -207,7 +266,7 @@ def show(runs: list[dict], targets: list[float], picture: Path | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.strip().partition("\n")[0])
-    parser.add_argument("contestant", choices=("ours", "trainer", "show"))
+    parser.add_argument("contestant", choices=("ours", "trainer", "steps", "show"))
     parser.add_argument("--books", type=Path, metavar="DIR")
     parser.add_argument("--record", type=Path, required=True, help="a JSONL file of all runs")
     parser.add_argument("--steps", type=int, nargs="+", default=[])
@@ -228,6 +287,10 @@ def main() -> None:
         for kind, rate, batch, steps in itertools.product(given.rows, given.rate, given.batch, given.steps):
             settings = {"kind": kind, "rate": rate, "batch": batch, "steps": steps, "seed": given.seed}
             make(given.record, "trainer", {**settings, "in_bf16": given.bf16}, run_trainer, given.books)
+    elif given.contestant == "steps":
+        for kind, batch in itertools.product(given.rows, given.batch):
+            settings = {"kind": kind, "batch": batch, "in_bf16": given.bf16}
+            make(given.record, "steps", settings, time_steps, given.books)
     else:
         show(known_runs(given.record), given.targets, given.picture)
 
