@@ -174,6 +174,8 @@ def test_one_head_cannot_have_it(books, tmp_path, capsys):
     starts = [f"--attention_init={start}" for start in ("bigrams", "neighbours")]
     first, second = (run(books, tmp_path / start, start, *options) for start in starts)
     assert "left out" in capsys.readouterr().err and first == second
+    rows = log_rows(tmp_path / "--attention_init=neighbours")
+    assert all(row["step"] for row in rows), "a run that knows nothing of its text is not evaluated at its start"
 
 
 def test_a_saved_model_keeps_its_weights(trained, books, fails):

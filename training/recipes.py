@@ -27,7 +27,7 @@ INPUT_OPTIONS = (
 )
 
 # What a search found best for small models in minutes to an hour on two CPU cores (benchmarks/LOG.md).
-SEARCHED = {"optim": "muon", "attention_init": "neighbours", "mlm_probability": "0.50->0.15", "warmup_ratio": 0.05}
+SEARCHED = {"optim": "muon", "attention_init": "bigrams", "mlm_probability": "0.50->0.15", "warmup_ratio": 0.05}
 
 # The share of a recipe's learning rate with which a run goes on from a model. At the whole rate, a tiny model of
 # Python's documentation got worse on it by 0.15 nats in 30 steps; at this share it got better (benchmarks/LOG.md).
