@@ -85,7 +85,7 @@ def plot_finetuning(rows: list[dict], metric: str, title: str, path: Path) -> No
 
     panels = {"loss": {"training": "loss", "validation": "eval_loss"}}
     if metric != "loss" and any("eval_loss" in row for row in rows):
-        unit = " (%)" if METRICS[metric][1] == "%" else ""
+        unit = " (%)" if METRICS[metric].unit == "%" else ""
         panels[metric.replace("_", " ") + unit] = {"validation": f"eval_{metric}"}
     with matplotlib.rc_context(AS_TEXT):
         figure = panels_of_curves(rows, panels)
