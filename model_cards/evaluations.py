@@ -18,6 +18,7 @@ from d2l_bert.model_cards.figures import (
     evaluated_metrics,
 )
 from d2l_bert.model_cards.markdown import shown
+from d2l_bert.model_cards.metadata import eval_results
 from d2l_bert.modeling.records import Metrics, RunRecord
 from d2l_bert.records import read_record
 
@@ -56,7 +57,7 @@ def check_updatable(name: str) -> None:
     way_out = f"put back the {cards.METRICS_FILE} that was written there, or take it out"
     with explained(f"{folder / cards.METRICS_FILE}: cannot be shown on a card", way_out, *cards.OF_CARDS):
         section_of(metrics)
-        cards.eval_results(metrics, read_record(folder / cards.RUN_FILE, RunRecord), None)
+        eval_results(metrics, read_record(folder / cards.RUN_FILE, RunRecord), None)
     cards.read_card(folder)
 
 
@@ -135,7 +136,7 @@ def _new_results(card, before, metrics, record):
     for figure in (*evaluated_metrics(before), *evaluated_metrics(metrics)):
         names.add(figure.name)
     of_others = [result for result in card.data.eval_results or [] if result.metric_name not in names]
-    ours = [result for result in cards.eval_results(metrics, record, None) if result.metric_name in names]
+    ours = [result for result in eval_results(metrics, record, None) if result.metric_name in names]
     return of_others + ours
 
 
