@@ -99,14 +99,33 @@ TEMPLATES = jinja2.Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-TEMPLATES.globals |= {"counted": counted, "has_collapsed": figures.has_collapsed, "most_classes": facts.MOST_CLASSES}
-for _function in (
-    *(authored, cell, code, fenced, quoted),
-    *(facts.origin, facts.departures, facts.summary_rows, facts.training_rows, facts.finetuning_rows),
-    *(facts.example_rows, facts.comparison_rows, facts.seed_tables, facts.class_tables),
-    *(facts.own_rows, facts.chosen_on_validation, facts.measured_on_texts, facts.finetuned_rows),
-):
-    TEMPLATES.globals[_function.__name__] = _function
+TEMPLATES.globals |= {
+    # words of others
+    "authored": authored,
+    "cell": cell,
+    "code": code,
+    "fenced": fenced,
+    "quoted": quoted,
+    "counted": counted,
+    # a pretrained model
+    "origin": facts.origin,
+    "departures": facts.departures,
+    "summary_rows": facts.summary_rows,
+    "example_rows": facts.example_rows,
+    "comparison_rows": facts.comparison_rows,
+    "training_rows": facts.training_rows,
+    "has_collapsed": figures.has_collapsed,
+    # a fine-tuned model
+    "chosen_on_validation": facts.chosen_on_validation,
+    "seed_tables": facts.seed_tables,
+    "class_tables": facts.class_tables,
+    "most_classes": facts.MOST_CLASSES,
+    "finetuning_rows": facts.finetuning_rows,
+    # figures of both
+    "own_rows": facts.own_rows,
+    "measured_on_texts": facts.measured_on_texts,
+    "finetuned_rows": facts.finetuned_rows,
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
