@@ -387,7 +387,7 @@ def finetuning_rows(facts: Facts) -> dict[str, str]:
         rows["dropout"] = dropout
     rows["precision"] = "bf16" if run.get("bf16") else "fp16" if run.get("fp16") else "float32"
     if metrics.get("seeds"):
-        rows["seeds"] = cell(", ".join(str(result["seed"]) for result in metrics["seeds"]))
+        rows["seeds"] = ", ".join(in_cell(result, "seed") for result in metrics["seeds"])
     if "train_seconds" in metrics:
         rows["time of all training"] = f"{metrics['train_seconds']:,.0f} s"
     return rows
@@ -396,7 +396,7 @@ def finetuning_rows(facts: Facts) -> dict[str, str]:
 def _kept_seed(metrics):
     """The results of the seed whose model was kept; None without results."""
     for result in metrics.get("seeds") or []:
-        if result["seed"] == metrics["kept_seed"]:
+        if result.get("seed") == metrics.get("kept_seed"):
             return result
     return None
 
@@ -445,13 +445,15 @@ def chosen_on_validation(metrics: dict) -> str:
 def seed_tables(metrics: dict) -> dict[str, list[list[str]]]:
     """The figures of each seed of several, their mean and standard deviation: by the split the cells of each row."""
     tables = {}
+    kept = _kept_seed(metrics)
     for split in ("validation", "test"):
         if split not in (metrics.get("mean") or {}) or len(metrics["seeds"]) < 2:
             continue
         rows = tables[split] = []
         for result in metrics["seeds"]:
-            is_kept = result["seed"] == metrics["kept_seed"]
-            label = f"{cell(result['seed'])} (this model)" if is_kept else cell(result["seed"])
+            label = in_cell(result, "seed")
+            if result is kept:
+                label += " (this model)"
             rows.append([label, *_shown_metrics(metrics, result[split])])
         rows.append(["mean", *_shown_metrics(metrics, metrics["mean"][split])])
         rows.append(["standard deviation", *_shown_metrics(metrics, metrics["sd"][split])])
