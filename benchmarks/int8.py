@@ -20,7 +20,9 @@ from d2l_bert.tokenization import existing_tokenizers, prepare
 from d2l_bert.tokenization.config import TextConfig
 
 
-CHARACTERS, LENGTH, ROWS = 100_000, 128, 32  # of the text; most tokens of a sentence; sentences at once
+CHARACTERS = 100_000  # of the text
+LENGTH = 128  # most tokens of a sentence
+ROWS = 32  # sentences at once
 
 
 def cost_of_int8(folder: str, sentences: list[str]) -> dict[str, dict[str, float]]:
@@ -30,7 +32,8 @@ def cost_of_int8(folder: str, sentences: list[str]) -> dict[str, dict[str, float
     collate = DataCollatorForLanguageModeling(tokenizer, seed=0)
     length = min(LENGTH, model.config.max_position_embeddings)
     files = {name: export.OnnxModel(Path(folder, name), model.config) for name in (export.FLOAT, export.INT8)}
-    total, tokens = {name: {"loss": 0.0, "seconds": 0.0} for name in files}, 0
+    total = {name: {"loss": 0.0, "seconds": 0.0} for name in files}
+    tokens = 0
     for first in range(0, len(sentences), ROWS):
         rows = [tokenizer(text, truncation=True, max_length=length) for text in sentences[first : first + ROWS]]
         batch = collate(rows)

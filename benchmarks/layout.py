@@ -104,7 +104,8 @@ def write_store(store: Path, sentences_of: np.ndarray) -> int:
     """Write a token store, whose ids are a hole in the file; returns the number of its tokens."""
     store.mkdir()
     document_starts = np.append(0, np.cumsum(sentences_of))
-    rng, total = np.random.default_rng(0), 0
+    rng = np.random.default_rng(0)
+    total = 0
     with (store / "sentence_starts.bin").open("wb") as file:
         file.write(bytes(8))
         for first in range(0, int(document_starts[-1]), 10**7):

@@ -31,7 +31,9 @@ from d2l_bert.inference.config import EmbedConfig
 from d2l_bert.modeling import loading
 
 
-MOST_LINES, QUERIES, COPIES = 4000, 200, 8
+MOST_LINES = 4000  # of the logs
+QUERIES = 200  # lines whose nearest are looked for
+COPIES = 8  # of each query, where there are copies
 FIT_ON = 150  # lines, for the rows that say so
 
 
