@@ -386,8 +386,9 @@ def finetuning_rows(facts: Facts) -> dict[str, str]:
     if dropout := _rates_of_dropout(record.get("dropout") or {}):
         rows["dropout"] = dropout
     rows["precision"] = "bf16" if run.get("bf16") else "fp16" if run.get("fp16") else "float32"
-    if metrics.get("seeds"):
-        rows["seeds"] = ", ".join(in_cell(result, "seed") for result in metrics["seeds"])
+    seeds = ", ".join(str(result.get("seed", "")) for result in metrics.get("seeds") or [])
+    if seeds:
+        rows["seeds"] = cell(seeds)
     if "train_seconds" in metrics:
         rows["time of all training"] = f"{metrics['train_seconds']:,.0f} s"
     return rows
