@@ -75,7 +75,7 @@ def atomic_folder(final: Path, way_out: str) -> Iterator[Path]:
     Raises:
         UserError: the folder cannot be written, or another process is writing it; nothing has been done then.
     """
-    with writing(final, way_out), _emptied(final) as partial:
+    with writing(final, way_out), _locked_hidden_folder(final) as partial:
         yield partial
         _move(partial, final)
 
@@ -89,9 +89,10 @@ def new_folder(folder: Path) -> Iterator[Path]:
         UserError: before the block, if `folder` exists and is not an empty folder, cannot be replaced, or is written
             by another process; or it cannot be written.
     """
-    folder, way_out = folder.absolute(), ", or name another folder"
+    folder = folder.absolute()
+    way_out = ", or name another folder"
     _check_new_folder(folder)
-    with writing(folder, way_out), _emptied(folder) as partial:
+    with writing(folder, way_out), _locked_hidden_folder(folder) as partial:
         _check_new_folder(folder)  # another process may have written it before this one had the lock
         if folder.is_dir():
             _check_replaceable(folder)
@@ -135,7 +136,7 @@ def replacing_files(folder: Path, last: str) -> Iterator[Path]:
     An older file of that name is deleted first, so that it never stands beside the new files. A block that raises
     changes nothing in `folder`.
     """
-    with _emptied(folder / "model") as partial:
+    with _locked_hidden_folder(folder / "model") as partial:  # beside the files; nothing of this name is written
         yield partial
         _sync_all(partial)
         (folder / last).unlink(missing_ok=True)
@@ -146,7 +147,7 @@ def replacing_files(folder: Path, last: str) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _emptied(final, seconds=0):
+def _locked_hidden_folder(final, seconds=0):
     """
     Give the block the hidden folder of `final`, new and empty, and delete it afterwards.
 
@@ -188,7 +189,7 @@ def atomic_file(path: Path, seconds: float = PATIENCE) -> Iterator[Path]:
     Raises:
         UserError: another process is writing the file for longer than that.
     """
-    with _emptied(path, seconds) as folder:
+    with _locked_hidden_folder(path, seconds) as folder:
         yield folder / path.name
         (folder / path.name).replace(path)
 

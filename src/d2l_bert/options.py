@@ -299,7 +299,7 @@ def _is_within(number, within):
 def value_of(kind: type, text: str, within: str | None = None, is_path: bool = False):
     """The value of an option's type that a word of the command line stands for, checked by `what_is_wrong`."""
     value = text
-    for read in (_truth, float, int):
+    for read in (_truth, float, int):  # a word is a value of the first kind that the option's type has
         try:
             read_as = read(text.lower())
         except ValueError:
@@ -324,7 +324,7 @@ def _truth(text):
 
 def add_options(parser: argparse.ArgumentParser, config: Options, shows_all: bool) -> None:
     """
-    Add a flag for each option but `recipe`, in the option's group; its help shows the value.
+    Add a flag for each option but `recipe` and `model`, in the option's group; its help shows the value.
 
     Args:
         config: an object of a dataclass of options.
@@ -333,7 +333,7 @@ def add_options(parser: argparse.ArgumentParser, config: Options, shows_all: boo
     kinds = typing.get_type_hints(type(config))
     groups = {}
     for field in dataclasses.fields(config):
-        if field.name in ("recipe", "model"):
+        if field.name in ("recipe", "model"):  # `__main__` adds `--recipe`, and MODEL has no dashes
             continue
         about = field.metadata
         title = about["group"]
