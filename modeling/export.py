@@ -20,7 +20,9 @@ from .config import TASKS, ExportConfig
 from .modeling_d2l_bert import D2lBertPreTrainedModel
 
 
-FLOAT, INT8 = "onnx/model.onnx", "onnx/model_quantized.onnx"  # where transformers.js looks for them
+# Where transformers.js looks for the two files.
+FLOAT = "onnx/model.onnx"
+INT8 = "onnx/model_quantized.onnx"
 
 
 def export(source: str, folder: Path, config: ExportConfig) -> tuple[str, dict, bool]:

@@ -146,15 +146,11 @@ def write_once(
 
 def _seal(folder, name):
     """Write down what the files of a folder of the cache are, which will have this name."""
-    files = {
-        path.relative_to(folder).as_posix(): {
-            "bytes": path.stat().st_size,
-            "sha256": content_hash(path),
-            "marks": _marks(path),
-        }
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            place = path.relative_to(folder).as_posix()
+            files[place] = {"bytes": path.stat().st_size, "sha256": content_hash(path), "marks": _marks(path)}
     write_json(folder / SEAL_FILE, {"name": name, "files": files})
 
 
@@ -175,14 +171,18 @@ def _is_whole(folder):
         if seal["name"] != folder.name:
             return False
         for name, file in seal["files"].items():
-            path = folder / name
-            if path.is_symlink() or not path.is_file() or path.stat().st_size != file["bytes"]:
-                return False
-            if file["marks"] != _marks(path) and file["sha256"] != content_hash(path):
+            if not _is_as_sealed(folder / name, file):
                 return False
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # the seal itself is damaged
         return False
     return True
+
+
+def _is_as_sealed(path, sealed):
+    """Whether a file is as its entry in `SEAL_FILE` says; it is read only if its marks are others."""
+    if path.is_symlink() or not path.is_file() or path.stat().st_size != sealed["bytes"]:
+        return False
+    return sealed["marks"] == _marks(path) or sealed["sha256"] == content_hash(path)
 
 
 def _passes(path, check):

@@ -248,7 +248,8 @@ def kind_of(member: type) -> Kind:
 
 # The largest numbers of an option whose interval has no end. Whole numbers above are not exact as a float, as JSON's
 # readers have them, and overflow what counts in 64 bits.
-MOST_WHOLE, MOST = 2**53, 10**9
+MOST_WHOLE = 2**53
+MOST = 10**9
 
 
 def _bounded(within, is_float):
