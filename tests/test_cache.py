@@ -11,8 +11,8 @@ import pytest
 from huggingface_hub import constants
 
 from d2l_bert.__main__ import main
-from d2l_bert.folders import SEAL_FILE, _seal, cache_folder, write_once
 from d2l_bert.messages import UserError
+from d2l_bert.tokenization.cache import SEAL_FILE, _seal, cache_folder, write_once
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
 

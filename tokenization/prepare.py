@@ -11,7 +11,7 @@ from typing import TypedDict
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from d2l_bert.folders import cache_folder, cached, short_hash
+from d2l_bert.folders import short_hash
 from d2l_bert.messages import UserError, explained, shortened
 from d2l_bert.records import read_record
 from d2l_bert.tokenization import prepared_folder, wordpiece
@@ -26,6 +26,7 @@ from d2l_bert.tokenization.account import (
     share_unknown,
     unknown_share,
 )
+from d2l_bert.tokenization.cache import cache_folder, cached
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig, dataset_and_config
 from d2l_bert.tokenization.encoding import prepare_tokens
 from d2l_bert.tokenization.rules import Contents, Rules, RulesRecord, choose_rules, contents_of, count_words

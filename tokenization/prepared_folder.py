@@ -20,11 +20,12 @@ from typing import TypedDict
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from d2l_bert.folders import cache_folder, cached, content_hash, short_hash
+from d2l_bert.folders import content_hash, short_hash
 from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, refuse_first, shortened
 from d2l_bert.records import check_type, inside, read_record
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.tokenization.account import AccountRecord, check_account
+from d2l_bert.tokenization.cache import cache_folder, cached
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
 from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
 from d2l_bert.tokenization.rules import Rules, WordUnit

@@ -15,10 +15,11 @@ from typing import BinaryIO, TypedDict
 
 import pyarrow as pa
 
-from d2l_bert.folders import base_name, cache_folder, content_hash, is_own, write_once
+from d2l_bert.folders import base_name, content_hash
 from d2l_bert.messages import UserError, counted, explained, shortened, standard_input
 from d2l_bert.records import inside, read_record, refuse_link_outwards
 from d2l_bert.tokenization import dataset_cards, tables
+from d2l_bert.tokenization.cache import cache_folder, is_own, write_once
 from d2l_bert.tokenization.division import divided, find_division, grouped
 from d2l_bert.tokenization.python_docs import python_docs, required_distributions
 from d2l_bert.tokenization.rules import DELETED

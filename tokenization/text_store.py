@@ -16,9 +16,9 @@ from typing import TypedDict
 import numpy as np
 import pyarrow as pa
 
-from d2l_bert.folders import cached
 from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, shortened, with_progress
 from d2l_bert.records import read_record
+from d2l_bert.tokenization.cache import cached
 from d2l_bert.tokenization.sentences import FEWEST_DOCUMENTS, Source, all_documents, split_sentences
 
 

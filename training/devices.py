@@ -373,7 +373,7 @@ def compiled_blocks(model: nn.Module, is_compiled: bool) -> Iterator[None]:
     of parameters and the content of checkpoints do not change. Programs are compiled when they are first needed.
 
     Args:
-        model: a d2l-bert model with an encoder, without a DDP or FSDP2 wrapper.
+        model: a d2l-bert model with an MLM head, without a DDP or FSDP2 wrapper.
         is_compiled: whether to compile; nothing is done if not.
 
     Raises:
@@ -383,8 +383,7 @@ def compiled_blocks(model: nn.Module, is_compiled: bool) -> Iterator[None]:
         yield
         return
     blocks = model.base_model.encoder.layer
-    plain = modeling_d2l_bert.gradient_in_float32  # the loss of the MLM head on a GPU
-    modeling_d2l_bert.gradient_in_float32 = torch.compile(plain, dynamic=True)
+    model.mlm.compiles_gradient = True
     for block in blocks:
         block.compute = torch.compile(type(block).compute.__get__(block), dynamic=True)
     try:
@@ -403,6 +402,6 @@ def compiled_blocks(model: nn.Module, is_compiled: bool) -> Iterator[None]:
         ):
             yield
     finally:
-        modeling_d2l_bert.gradient_in_float32 = plain
+        model.mlm.compiles_gradient = False
         for block in blocks:
             vars(block).pop("compute", None)

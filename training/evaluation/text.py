@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 from accelerate import Accelerator
 
-from d2l_bert import folders, messages
+from d2l_bert import messages
 from d2l_bert.options import BATCHES, TEXT
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.tokenization import account, encoding, prepare, text_store, token_store
+from d2l_bert.tokenization import account, cache, encoding, prepare, text_store, token_store
 from d2l_bert.tokenization.config import SourceConfig
 from d2l_bert.training import devices, held_out
 from d2l_bert.training.config import PretrainConfig
@@ -236,7 +236,7 @@ def _tokens(model, name, part, config):
             encoding.prepare_tokens,
             part,
             model.sentence_tokenizer(),
-            folders.cache_folder(),
+            cache.cache_folder(),
             config.processes(),
             data.get("tokenizer", {}).get("word_unit", "white space"),
         )
