@@ -19,7 +19,7 @@ from d2l_bert.records import read_record
 from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.trainer import make_model, read_start
+from d2l_bert.training.finetuning.models import make_model, read_start
 from d2l_bert.training.run_folder import enter_finetuning
 
 

@@ -13,7 +13,8 @@ from text_sources import write_table
 from transformers import AutoTokenizer
 
 from d2l_bert.messages import UserError
-from d2l_bert.training.finetuning import metrics, output, text_classification
+from d2l_bert.training.finetuning import metrics, text_classification
+from d2l_bert.training.finetuning.rows import write_predictions
 
 
 def read(split):
@@ -180,7 +181,7 @@ def test_labels_with_the_separator_are_read_back_from_the_table_of_predictions(t
     outputs = 2 * task.targets(splits["train"]) - 1
     predicted = {"label": task.predictions(splits["train"], outputs)["prediction"]}
     splits["train"].columns.remove("label")
-    output.write_table(tmp_path / "predictions.csv", splits["train"], predicted)
+    write_predictions(tmp_path / "predictions.csv", splits["train"], predicted)
     _, again = load(tmp_path / "predictions.csv", "multilabel")
     assert labels_of(again["train"]) == [row["label"] for row in rows]
 
@@ -195,7 +196,7 @@ def test_predicted_labels_are_lists_and_are_read_back_from_csv(names, separator,
     predicted = task.predictions(splits["train"], 2 * task.targets(splits["train"]) - 1)
     assert predicted["prediction"] == [row["label"] for row in rows]
     splits["train"].columns.remove("label")
-    output.write_table(tmp_path / "out.csv", splits["train"], {"label": task.in_csv(predicted)["prediction"]})
+    write_predictions(tmp_path / "out.csv", splits["train"], {"label": task.in_csv(predicted)["prediction"]})
     _, again = load(tmp_path / "out.csv", "multilabel", label_separator=separator)
     assert labels_of(again["train"]) == [row["label"] for row in rows]
 
@@ -243,7 +244,7 @@ def test_other_labels_of_the_test_rows_do_not_change_what_knows_nothing_predicts
 def test_lists_as_json_in_cells_of_csv_are_those_of_json_lines(tmp_path):
     rows = tag_rows(6, 0)
     _, splits = load(write_table(tmp_path / "rows.jsonl", rows), "token-classification")
-    output.write_table(tmp_path / "rows.csv", splits["train"], {})
+    write_predictions(tmp_path / "rows.csv", splits["train"], {})
     _, again = load(tmp_path / "rows.csv", "token-classification")
     assert read(again["train"]) == read(splits["train"]) == [(tuple(r["tokens"]), r["ner_tags"]) for r in rows]
 

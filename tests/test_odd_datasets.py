@@ -12,7 +12,7 @@ from text_sources import texts, write_files
 from d2l_bert.messages import UserError
 from d2l_bert.tokenization.sources import dataset_builder, dataset_folder, dataset_source
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.splits import _read_dataset
+from d2l_bert.training.finetuning.rows import _read_dataset
 
 
 ROWS = {"text": [f"Row {number} of the text." for number in range(40)], "label": [0, 1] * 20}

@@ -7,14 +7,17 @@ from collections import Counter
 from transformers import DataCollatorForMultipleChoice
 
 from d2l_bert.messages import counted, refuse_first
-from d2l_bert.training.finetuning import metrics, tasks
+from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning.cells import EmptyText, check_text, is_filled, json_in
+from d2l_bert.training.finetuning.features import truncated
+from d2l_bert.training.finetuning.tasks import Task
 
 
 # A batch has a pair of texts for each choice of its rows.
 MOST_CHOICES = 100
 
 
-class MultipleChoice(tasks.Task):
+class MultipleChoice(Task):
     """
     The right one of several choices.
 
@@ -52,7 +55,7 @@ class MultipleChoice(tasks.Task):
         columns, names, cells = self.columns["choices_column"], [], row.cells
         choices, places = [cells.get(column) for column in columns], [f"column {column!r:.100}" for column in columns]
         if len(columns) == 1:
-            choices = tasks.json_in(choices[0], columns[0])
+            choices = json_in(choices[0], columns[0])
             if isinstance(choices, dict):  # as in CommonsenseQA and ARC
                 names = choices.get("label") or []
                 choices = choices.get("text")
@@ -61,8 +64,8 @@ class MultipleChoice(tasks.Task):
                 names = [str(name) for name in names]
                 if len(set(names)) < len(names):
                     raise ValueError(f"{places[0]} has the same label for two choices; correct them")
-            if not tasks.is_filled(choices):
-                raise tasks.EmptyText(f"{places[0]} is empty; write a list of choices, or take the row out")
+            if not is_filled(choices):
+                raise EmptyText(f"{places[0]} is empty; write a list of choices, or take the row out")
             if not isinstance(choices, list):
                 raise ValueError(
                     f"{places[0]} holds {type(choices).__name__}, not a list of choices; give JSONL or Parquet with "
@@ -75,8 +78,8 @@ class MultipleChoice(tasks.Task):
                 f"{len(choices):,} choices in column {columns[0]!r:.100}{others}, and {MOST_CHOICES} at most are "
                 f"read; give fewer"
             )
-        texts = (*self.texts(cells), *map(tasks.check_text, choices, places))
-        if not tasks.is_filled(cells.get(self.label)):
+        texts = (*self.texts(cells), *map(check_text, choices, places))
+        if not is_filled(cells.get(self.label)):
             return row._replace(texts=texts)
         label = str(cells[self.label]).strip().removesuffix(".0")  # pandas writes 1.0 where others are missing
         return row._replace(texts=texts, label=names.index(label) if label in names else label)
@@ -119,7 +122,7 @@ class MultipleChoice(tasks.Task):
             for row in split.rows
             for choice in row.texts[-self.count :]
         ]
-        pairs, split.note = tasks.truncated(tokenizer, [firsts, seconds], max_seq_length)
+        pairs, split.note = truncated(tokenizer, [firsts, seconds], max_seq_length)
         for number, row in enumerate(split.rows):
             of_row = pairs[number * self.count : (number + 1) * self.count]
             inputs = {name: [pair[name] for pair in of_row] for name in of_row[0]}

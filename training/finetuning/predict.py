@@ -13,9 +13,12 @@ from d2l_bert.modeling.records import RunRecord
 from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.sources import STDIN
 from d2l_bert.training import devices
-from d2l_bert.training.finetuning import output, splits, trainer
+from d2l_bert.training.finetuning import trainer
+from d2l_bert.training.finetuning.all_tasks import CLASSES
+from d2l_bert.training.finetuning.cells import EmptyText
 from d2l_bert.training.finetuning.config import TASKS, FinetuneConfig, PredictConfig
-from d2l_bert.training.finetuning.tasks import EmptyText, Task
+from d2l_bert.training.finetuning.rows import Row, Split, check_writable, read_file, write_predictions
+from d2l_bert.training.finetuning.tasks import Task
 
 
 # The options of `predict` that name columns.
@@ -30,7 +33,7 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
 
     Args:
         name: the model, a folder or an id on the Hub.
-        file: a table as in `splits.read_file`; a text file with a text in each line; or `-` for the standard input,
+        file: a table as in `rows.read_file`; a text file with a text in each line; or `-` for the standard input,
             which holds a text or an object of JSON in each line. Labels that it has are not read.
 
     Returns:
@@ -46,7 +49,7 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
     # Entered before any work: what stands in the way of the output is said at once.
     with folders.new_file(target) as partial, tempfile.TemporaryDirectory() as scratch:
         split = read_rows(file, task, config, Path(scratch))
-        output.check_table(target, split)
+        check_writable(target, split)
         rows = split.rows
         split.rows = rows_with_text(split, task)
         model, tokenizer, _ = loading.load_pretrained(getattr(transformers, task.auto_class), name)
@@ -64,7 +67,7 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
             split.rows = rows
         if target.suffix == ".csv":
             predicted = task.in_csv(predicted)
-        output.write_table(partial, split, predicted, config.excel)
+        write_predictions(partial, split, predicted, config.excel)
     without = f"; {counted(len(rows) - count, 'row')} without a text: no prediction there" if count < len(rows) else ""
     return f"{target}: predictions for {counted(count, 'row')}{without}"
 
@@ -95,7 +98,7 @@ def restored_task(name: str, record: RunRecord, config: PredictConfig) -> Task:
         finetune.check_values()
         if finetune.task_type not in TASKS:
             raise ValueError(f"finetune.task must be one of {', '.join(TASKS)}, got {finetune.task!r:.100}")
-        task = trainer.CLASSES[finetune.task_type](finetune)
+        task = CLASSES[finetune.task_type](finetune)
         task.restore(learnt)
     for option in COLUMN_OPTIONS:
         column = getattr(config, option)
@@ -110,7 +113,7 @@ def restored_task(name: str, record: RunRecord, config: PredictConfig) -> Task:
     return task
 
 
-def read_rows(file: str, task: Task, config: PredictConfig, scratch: Path) -> splits.Split:
+def read_rows(file: str, task: Task, config: PredictConfig, scratch: Path) -> Split:
     """
     The rows of a file or of the standard input, none of them looked at; `task` then reads no labels.
 
@@ -128,7 +131,7 @@ def read_rows(file: str, task: Task, config: PredictConfig, scratch: Path) -> sp
         file = str(scratch / "standard input")
         Path(file).write_bytes(standard_input().read())
     of_texts = [task.columns[option][0] for option in task.options_of_texts()]
-    split = splits.read_file(file, "", config.separator, of_texts[0], label=label)
+    split = read_file(file, "", config.separator, of_texts[0], label=label)
     tables.check_separator(config.separator, [Path(file)])
     first = split.rows[0].cells.get(of_texts[0])
     if tables.file_kind(Path(file)) == "text" and isinstance(first, str):
@@ -138,7 +141,7 @@ def read_rows(file: str, task: Task, config: PredictConfig, scratch: Path) -> sp
     return split
 
 
-def rows_with_text(split: splits.Split, task: Task) -> list[splits.Row]:
+def rows_with_text(split: Split, task: Task) -> list[Row]:
     """
     The rows as the task reads them, without those in which a text is empty.
 
@@ -181,7 +184,7 @@ def check_model(name: str, record: RunRecord, task: Task, model, tokenizer) -> N
         )
 
 
-def spread(values: list, rows: list[splits.Row], numbers: dict[str, int]) -> list:
+def spread(values: list, rows: list[Row], numbers: dict[str, int]) -> list:
     """
     A column of predictions for all rows: None for rows without one.
 

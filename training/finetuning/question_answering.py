@@ -7,7 +7,10 @@ import numpy as np
 import torch
 
 from d2l_bert.messages import UserError, explained, refuse_first
-from d2l_bert.training.finetuning import metrics, tasks
+from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning.cells import check_length, json_in
+from d2l_bert.training.finetuning.features import Window, encoded, note_of_windows
+from d2l_bert.training.finetuning.tasks import Task
 
 
 # The default of `doc_stride`, as in Transformers' example of question answering.
@@ -30,7 +33,7 @@ class Span(NamedTuple):
     begin: int | None = None
 
 
-class QuestionAnswering(tasks.Task):
+class QuestionAnswering(Task):
     """
     An answer as a span of a context.
 
@@ -54,8 +57,8 @@ class QuestionAnswering(tasks.Task):
 
     def read(self, row, split):
         question, context = self.texts(row.cells)
-        tasks.check_length(len(context), f"column {self.columns['context_column'][0]!r:.100}")
-        answers = answers_in(tasks.json_in(row.cells.get(self.label), self.label), self.label)
+        check_length(len(context), f"column {self.columns['context_column'][0]!r:.100}")
+        answers = answers_in(json_in(row.cells.get(self.label), self.label), self.label)
         for text, start in answers:
             if not text.strip() or start < 0 or context[start : start + len(text)] != text:
                 known = f"it begins at {context.find(text)}" if text in context else "it is nowhere in the context"
@@ -89,10 +92,10 @@ class QuestionAnswering(tasks.Task):
             }
         )
         questions, contexts = zip(*(row.texts for row in split.rows), strict=True)
-        cuts = tasks.encoded(tokenizer, [questions], most, add_special_tokens=False)
+        cuts = encoded(tokenizer, [questions], most, add_special_tokens=False)
         ends = [max((end for _, end in encoding.offsets), default=0) for *_, encoding in cuts]
         short = [question[:end].strip() for question, end in zip(questions, ends, strict=True)]
-        for source, inputs, encoding in tasks.encoded(
+        for source, inputs, encoding in encoded(
             tokenizer,
             [short, contexts],
             max_seq_length,
@@ -101,7 +104,7 @@ class QuestionAnswering(tasks.Task):
             return_overflowing_tokens=True,
         ):
             positions = np.array([place for place, part in enumerate(encoding.sequence_ids) if part == 1], dtype=int)
-            window = tasks.Window(source, positions, np.array(encoding.offsets)[positions])
+            window = Window(source, positions, np.array(encoding.offsets)[positions])
             inputs["labels"] = _positions(window, *(split.rows[source].label or [])[:1])
             split.features.append(inputs)
             split.windows.append(window)
@@ -113,7 +116,7 @@ class QuestionAnswering(tasks.Task):
         }
         lost = sum(bool(row.label) for row in split.rows) - len(found)
         notes = {
-            tasks.note_of_windows(split, max_seq_length): True,
+            note_of_windows(split, max_seq_length): True,
             f"{cut:,} questions are truncated to {most} tokens": cut,
             f"{lost:,} answers are in no window as a whole": lost,
         }

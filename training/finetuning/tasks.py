@@ -1,34 +1,20 @@
-"""`Task`: what a task brings to a run: its columns, rows, features, loss, metrics, predictions; readers of cells."""
+"""`Task`: what a task brings to a run: its columns, rows, features, loss, metrics, predictions."""
 
-import json
 import re
-import unicodedata
-from collections import Counter
-from collections.abc import Iterator
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from transformers import DataCollatorWithPadding
 
-from d2l_bert.messages import UserError, explained, refuse_first, shortened
+from d2l_bert.messages import UserError, refuse_first
 from d2l_bert.modeling.records import Learnt
-from d2l_bert.tokenization import long_texts, tables
+from d2l_bert.training.finetuning.cells import SURROGATE, check_text, listed
 from d2l_bert.training.finetuning.config import FinetuneConfig
+from d2l_bert.training.finetuning.rows import Row
 
-
-# No tokenizer gets more rows at once: its encodings, with what is cut off, take far more memory than the ids.
-ROWS_AT_ONCE = 100
-
-# A context, or the words of a text, is read to its end in windows; a longer one, in characters, is refused. Few books
-# are longer. Its tokens take up to 3 GB.
-LONGEST_READ_WHOLE = 1 << 22
-
-# Half of a surrogate pair, which no encoding has.
-SURROGATE = re.compile("[\ud800-\udfff]")
 
 # Columns that need not be there.
 OPTIONAL = ("text_pair_column", "context_column", "question_column")
+
 
 # The attributes, of one task or another, that `find_columns` and `learn` set.
 LEARNT = (
@@ -37,46 +23,9 @@ LEARNT = (
 )
 
 
-class EmptyText(ValueError):
-    """A row has no text where one is read."""
-
-
-class Row(NamedTuple):
-    """
-    A row of a split.
-
-    Args:
-        place: where it stands in its file, for messages.
-        cells: its values, by the names of the columns.
-        texts: the texts that its task reads, by which equal rows are found; of token classification the words.
-        label: the label as the task reads it; None for a row without.
-    """
-
-    place: str
-    cells: dict
-    texts: tuple[str, ...] = ()
-    label: object = None
-
-
-class Window(NamedTuple):
-    """
-    The part of a row that one feature has.
-
-    Args:
-        source: the number of the row.
-        positions: the positions of the tokens to predict at (P,).
-        places: for each of these tokens its word in the row (P,), or its first character and the one behind its last
-            in the context (P, 2).
-    """
-
-    source: int
-    positions: np.ndarray
-    places: np.ndarray
-
-
 class Task:
     """
-    A task. `trainer.py` names a subclass for each of `config.TASKS`.
+    A task. `all_tasks.py` names a subclass for each of `config.TASKS`.
 
     The run calls `find_columns` with the names of the training rows' columns, `read` with every row, `learn` with the
     training rows, `checked` with every row that was read, and `features` with every split. `outputs` below are the
@@ -311,168 +260,3 @@ class Task:
     def sides(self, split, outputs) -> tuple | None:
         """The true and the predicted classes in a labelled split, and their names, as in `metrics.report_by_class`."""
         return None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Cells
-
-
-def check_text(text: object, place: str, way_out: str = "") -> str:
-    """A text at a place of a row; raises `EmptyText` if it is empty, and another `ValueError` if it is no text."""
-    way_out = f"write a text there, or take the row out{way_out}"
-    if not is_filled(text):
-        raise EmptyText(f"{place} is empty; {way_out}")
-    if not isinstance(text, str):
-        raise ValueError(f"{place} holds {type(text).__name__}, not text; {way_out}")
-    return text
-
-
-def json_in(cell: object, column: str) -> object:
-    """
-    The value of a cell; of a text that is a list or an object in JSON, as CSV has them, that list or object.
-
-    Raises:
-        ValueError: the text looks like JSON, and is none, such as a list that pandas has written.
-    """
-    if not isinstance(cell, str) or cell.strip()[:1] + cell.strip()[-1:] not in ("[]", "{}"):
-        return cell
-    with explained(
-        f"column {column!r:.100} holds {cell:.40}, which is not JSON",
-        'write ["a", "b"], as json.dumps does, or give JSONL or Parquet with lists',
-        *(ValueError, RecursionError),
-    ):
-        return json.loads(tables.whole_characters(cell))
-
-
-def list_in(cells: dict, column: str, option: str, separator: str | None = None) -> list:
-    """
-    The entries of a cell: a list, also as JSON, or a text with the separator (white space) between the entries.
-
-    Raises:
-        ValueError: the cell is neither.
-    """
-    value = json_in(cells.get(column), column)
-    if isinstance(value, str):
-        return [entry for entry in value.split(separator) if entry.strip()]
-    if value is not None and not isinstance(value, list):
-        raise ValueError(
-            f"column {column!r:.100} holds {type(value).__name__}, not a list; name another column with --{option}"
-        )
-    return value or []
-
-
-def name_of(entry: object, column: str, classes: list[str] | None = None) -> str:
-    """
-    The name of a class in a cell: a string, or the number of a dataset's class.
-
-    Args:
-        classes: the names of the dataset's classes.
-
-    Raises:
-        ValueError: the entry is no name, or no number of a class; or the name has half a character.
-    """
-    is_number = classes and isinstance(entry, int) and not isinstance(entry, bool)
-    is_name = is_filled(entry) and not isinstance(entry, float | list | dict)
-    if not is_name or (is_number and not 0 <= entry < len(classes)):
-        raise ValueError(
-            f"column {column!r:.100} holds {entry!r:.100}, which is no label; write a name or a whole number"
-        )
-    name = classes[entry] if is_number else str(entry).strip()
-    if SURROGATE.search(name):
-        raise ValueError(
-            f"column {column!r:.100} has the label {ascii(name):.100}, whose half character (a surrogate "
-            f"alone) cannot be written; correct it"
-        )
-    return unicodedata.normalize("NFC", name)  # systems write ü as one character or as two
-
-
-def check_length(characters: int, place: str) -> None:
-    """Raise `ValueError` if what is read in windows has more than `LONGEST_READ_WHOLE` characters."""
-    if characters > LONGEST_READ_WHOLE:
-        raise ValueError(
-            f"{place} has {characters:,} characters, and {LONGEST_READ_WHOLE:,} at most are read in windows; divide "
-            f"it into several rows"
-        )
-
-
-def is_filled(value: object) -> bool:
-    """Whether a cell holds more than white space."""
-    return value is not None and str(value).strip() != ""
-
-
-def listed(names: list[str]) -> str:
-    """Names in a sentence, as many as a line may have."""
-    return shortened(", ".join(map(repr, names)), 200)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Texts to inputs
-
-
-def note_of_windows(split, max_seq_length: int) -> str:
-    """How many rows of a split are cut into windows, for the user; "" if none is."""
-    long = sum(count > 1 for count in Counter(window.source for window in split.windows).values())
-    return (
-        f"{long:,} ({long / len(split.rows):.1%}) are longer than {max_seq_length} tokens and are cut into windows"
-        if long
-        else ""
-    )
-
-
-def encoded(tokenizer, columns: list, max_seq_length: int, **options) -> Iterator[tuple]:
-    """
-    The inputs of texts or of pairs of texts, truncated, from the longer text of a pair.
-
-    Args:
-        columns: the texts of each row, and the second texts of pairs.
-        options: further arguments of the tokenizer; `return_overflowing_tokens` gives all windows of a long row.
-
-    Yields:
-        The number of the row, the inputs, and the `tokenizers.Encoding` that they are of.
-    """
-    reads_beginnings = options.keys().isdisjoint(("return_overflowing_tokens", "is_split_into_words"))
-    if reads_beginnings and tokenizer.truncation_side == "right":
-        columns = _beginnings(tokenizer, columns, max_seq_length)
-    elif reads_beginnings:
-        columns = [[long_texts.ending_of(text) for text in column] for column in columns]
-    options = {"truncation": True, "max_length": max_seq_length, "verbose": False, **options}
-    for begin in range(0, len(columns[0]), ROWS_AT_ONCE):
-        batch = tokenizer(*(list(column[begin : begin + ROWS_AT_ONCE]) for column in columns), **options)
-        sources = batch.pop("overflow_to_sample_mapping", range(len(batch.encodings)))
-        for window, source in enumerate(sources):
-            inputs = {name: values[window] for name, values in batch.items()}
-            yield begin + source, inputs, batch.encodings[window]
-
-
-def _beginnings(tokenizer, columns: list, max_seq_length: int) -> list:
-    """
-    The columns of `encoded`, of texts that are truncated, without most of what the truncation would leave out.
-
-    Of a pair, the text of more tokens is truncated; if both are, it keeps one token more than the other where an odd
-    number of tokens fits. So its beginning has more tokens than that of the other text.
-    """
-    if not any(long_texts.is_long(text, max_seq_length) for column in columns for text in column):
-        return columns
-    plain, rows = long_texts.without_limits(tokenizer.backend_tokenizer), []
-    for texts in zip(*columns, strict=True):
-        cut = [text[: long_texts.MOST_CHARACTERS] for text in texts]
-        most = max_seq_length
-        order = [0]
-        if len(texts) > 1:
-            first, second = (long_texts.token_count(text, plain) for text in cut)
-            order = [1, 0] if first > second else [0, 1]  # the text of more tokens last
-        for place in order:
-            cut[place] = long_texts.beginning_of(cut[place], most, plain)
-            most = max(most, long_texts.token_count(cut[place], plain))
-        rows.append(cut)
-    return list(zip(*rows, strict=True))
-
-
-def truncated(tokenizer, columns: list, max_seq_length: int) -> tuple[list[dict], str]:
-    """The inputs as of `encoded`, and how many rows are truncated, for the user; "" if none is."""
-    rows, cut = [], 0
-    for source, inputs, encoding in encoded(tokenizer, columns, max_seq_length):
-        rows.append(inputs)
-        longest = max(len(column[source]) for column in columns)
-        cut += bool(encoding.overflowing) or longest > long_texts.MOST_CHARACTERS
-    return rows, f"{cut:,} are truncated to {max_seq_length} tokens" if cut else ""

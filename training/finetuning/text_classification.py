@@ -6,7 +6,10 @@ import numpy as np
 import torch
 
 from d2l_bert.messages import UserError, explained, refuse_first
-from d2l_bert.training.finetuning import metrics, tasks
+from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning.cells import is_filled, list_in, listed, name_of
+from d2l_bert.training.finetuning.features import truncated
+from d2l_bert.training.finetuning.tasks import Task
 
 
 # A number with a decimal point or an exponent, as in a column of floats; or pandas' mark of an empty cell.
@@ -24,7 +27,7 @@ MOST_YES_AND_NO = 1 << 28
 LEAST_STEPS = 10
 
 
-class TextTask(tasks.Task):
+class TextTask(Task):
     """What the tasks of this file share: columns, features, the head on [CLS]."""
 
     auto_class = "AutoModelForSequenceClassification"
@@ -42,7 +45,7 @@ class TextTask(tasks.Task):
 
     def features(self, split, tokenizer, max_seq_length):
         texts = list(zip(*(row.texts for row in split.rows), strict=True))
-        split.features, split.note = tasks.truncated(tokenizer, texts, max_seq_length)
+        split.features, split.note = truncated(tokenizer, texts, max_seq_length)
         targets = self.targets(split)
         # Several labels of a row stay a part of the array. One number is Python's: as NumPy's it would be float64.
         for row, label in zip(split.features, targets if targets.ndim > 1 else targets.tolist(), strict=True):
@@ -68,9 +71,9 @@ class TextClassification(TextTask):
                 f"column {self.label!r:.100} holds {value!r:.40}, not a class; give --task regression for numbers, "
                 f"--task multi_label_classification for lists, or name another column with --label_column"
             )
-        if not tasks.is_filled(value):
+        if not is_filled(value):
             return None
-        name = tasks.name_of(value, self.label, split.class_names.get(self.label))
+        name = name_of(value, self.label, split.class_names.get(self.label))
         return self.known[int(name)] if re.fullmatch(r"\d{1,9}", name) and int(name) < len(self.known) else name
 
     def learn(self, train):
@@ -79,8 +82,8 @@ class TextClassification(TextTask):
         self.learn_classes(train, found, named or (None if others else self.known))
         refuse_first(
             {
-                f"{train.label}: column {self.label!r:.100} has {tasks.listed(others)} beside labels of --task "
-                f"{self.config.task}, {tasks.listed(self.known)}; write these names, or their numbers from 0": (
+                f"{train.label}: column {self.label!r:.100} has {listed(others)} beside labels of --task "
+                f"{self.config.task}, {listed(self.known)}; write these names, or their numbers from 0": (
                     not named and 0 < len(others) < len(found)
                 ),
                 f"{train.label}: every row has a label of its own in column {self.label!r:.100}; name the column of "
@@ -121,8 +124,8 @@ class MultiLabelClassification(TextTask):
         """The labels of a row; raises `ValueError` if there is something else."""
         columns = self.columns["label_column"]
         if len(columns) == 1:
-            entries = tasks.list_in(cells, columns[0], "label_column", self.config.label_separator)
-            return [tasks.name_of(entry, columns[0], split.class_names.get(columns[0])) for entry in entries]
+            entries = list_in(cells, columns[0], "label_column", self.config.label_separator)
+            return [name_of(entry, columns[0], split.class_names.get(columns[0])) for entry in entries]
         for column in columns:
             if cells.get(column) not in (0, 1, "0", "1", "0.0", "1.0"):
                 raise ValueError(f"column {column!r:.100} holds {cells.get(column)!r:.100}; write 0 or 1")
@@ -132,7 +135,7 @@ class MultiLabelClassification(TextTask):
         labels, columns = [row.label for row in train.rows], self.columns["label_column"]
         refuse_first(
             {
-                f"{train.label}: every row has the labels {tasks.listed(sorted(labels[0]))} in column "
+                f"{train.label}: every row has the labels {listed(sorted(labels[0]))} in column "
                 f"{self.label!r:.100}; name another column with --label_column, or what separates labels with "
                 f"--label_separator": (all(set(names) == set(labels[0]) for names in labels))
             }
@@ -207,7 +210,7 @@ class Regression(TextTask):
     def label_in(self, cells, split):
         """The number in a row; raises `ValueError` if there is something else."""
         value = cells.get(self.label)
-        if not tasks.is_filled(value):
+        if not is_filled(value):
             return None
         with explained(
             f"column {self.label!r:.100} holds {value!r:.40}, not a finite number in float32 with a decimal point",

@@ -8,13 +8,16 @@ import numpy as np
 from transformers import DataCollatorForTokenClassification
 
 from d2l_bert.messages import counted, refuse_first
-from d2l_bert.training.finetuning import metrics, tasks
+from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning.cells import check_length, check_text, list_in, listed, name_of
+from d2l_bert.training.finetuning.features import Window, encoded, note_of_windows
+from d2l_bert.training.finetuning.tasks import Task
 
 
 logger = logging.getLogger(__name__)
 
 
-class TokenClassification(tasks.Task):
+class TokenClassification(Task):
     """
     A tag for each word.
 
@@ -32,12 +35,12 @@ class TokenClassification(tasks.Task):
 
     def read(self, row, split):
         (column,) = self.columns["text_column"]
-        words = tasks.list_in(row.cells, column, "text_column")
+        words = list_in(row.cells, column, "text_column")
         for number, word in enumerate(words, 1):
-            tasks.check_text(word, f"word {number} of column {column!r:.100}")
-        tasks.check_length(sum(map(len, words)), f"column {column!r:.100}")
+            check_text(word, f"word {number} of column {column!r:.100}")
+        check_length(sum(map(len, words)), f"column {column!r:.100}")
         names = split.class_names.get(self.label)
-        tags = [tasks.name_of(tag, self.label, names) for tag in tasks.list_in(row.cells, self.label, "label_column")]
+        tags = [name_of(tag, self.label, names) for tag in list_in(row.cells, self.label, "label_column")]
         if tags and len(tags) != len(words):
             raise ValueError(
                 f"{counted(len(words), 'word')} in column {column!r:.100} and {counted(len(tags), 'tag')} in column "
@@ -56,7 +59,7 @@ class TokenClassification(tasks.Task):
         logger.info(
             f"the tags are {self.scheme}: the figures are those of entities"
             if self.scheme
-            else f"the tags ({tasks.listed(self.classes)}) are not of {', '.join(metrics.SCHEMES)}: the figure is the "
+            else f"the tags ({listed(self.classes)}) are not of {', '.join(metrics.SCHEMES)}: the figure is the "
             f"accuracy over words"
         )
 
@@ -70,7 +73,7 @@ class TokenClassification(tasks.Task):
             }
         )
         texts, seen = [row.texts for row in split.rows], set()
-        for source, inputs, encoding in tasks.encoded(
+        for source, inputs, encoding in encoded(
             tokenizer, [texts], max_seq_length, is_split_into_words=True, return_overflowing_tokens=True
         ):
             firsts = {}  # the position of the first piece of each word, unless an earlier window has it
@@ -78,15 +81,13 @@ class TokenClassification(tasks.Task):
                 if word is not None and (source, word) not in seen:
                     firsts.setdefault(word, position)
             seen.update((source, word) for word in firsts)
-            window = tasks.Window(
-                source, np.array(list(firsts.values()), dtype=int), np.array(list(firsts), dtype=int)
-            )
+            window = Window(source, np.array(list(firsts.values()), dtype=int), np.array(list(firsts), dtype=int))
             labels = np.full(len(encoding.ids), -100)
             if split.is_labelled:
                 labels[window.positions] = [self.number_of[split.rows[source].label[word]] for word in firsts]
             split.features.append({**inputs, "labels": labels.tolist()})
             split.windows.append(window)
-        split.note = tasks.note_of_windows(split, max_seq_length)
+        split.note = note_of_windows(split, max_seq_length)
 
     def loss(self, logits, labels):
         return super().loss(logits.flatten(0, 1), labels.flatten())

@@ -19,9 +19,13 @@ from d2l_bert.modeling import conversion
 from d2l_bert.records import read_record
 from d2l_bert.tokenization.model_files import without_log_messages
 from d2l_bert.training import devices, log, run_folder
-from d2l_bert.training.checkpoint import check_hashes, checkpoints, delete_old, hashes_of, versions
-from d2l_bert.training.finetuning import metrics, output, splits, trainer
+from d2l_bert.training.checkpoint import WEIGHTS_FILE, check_hashes, checkpoints, delete_old, hashes_of, versions
+from d2l_bert.training.finetuning import metrics, models, splits, trainer
+from d2l_bert.training.finetuning.all_tasks import CLASSES
 from d2l_bert.training.finetuning.config import FinetuneConfig
+from d2l_bert.training.finetuning.folder import MODEL_FOLDER, write_folder
+from d2l_bert.training.finetuning.record import make_record
+from d2l_bert.training.finetuning.rows import check_writable
 
 
 logger = logging.getLogger(__name__)
@@ -100,18 +104,18 @@ class Run:
         )
         self.config, self.processes = config, processes
         self.folder = Path(config.output_dir or f"{folders.base_name(config.model)}-{config.task}")
-        self.task = task = trainer.CLASSES[config.task_type](config)
+        self.task = task = CLASSES[config.task_type](config)
         self.seeds = range(config.seed, config.seed + config.num_seeds)
         self.repository = config.hub_model_id or folders.real(self.folder).name
         log.check_trackers(config.report_to, transformers.integrations.get_available_reporting_integrations())
         # What can be refused without the rows, which may be many, is refused before the rows are read.
         task.metric()
         run_folder.check_output_folder(config, self.folder, config.model, is_finetuning=True)
-        start = trainer.read_start(config, task)
+        start = models.read_start(config, task)
         self.model_config, self.revision, self.tokenizer, self.dropout, self.max_seq_length = start
         self.splits = splits.load_splits(config, task)
         if "test" in self.splits:
-            output.check_table(Path(run_folder.PREDICTIONS_FILE), self.splits["test"])
+            check_writable(Path(run_folder.PREDICTIONS_FILE), self.splits["test"])
         self.metric = task.metric()  # of token classification, the rows decide
         messages.refuse_first(
             {
@@ -131,7 +135,7 @@ class Run:
         if config.push_to_hub:
             devices.on_main(publish.check_push, self.repository, config.license, False)
         self.rates = config.learning_rates() or [trainer.default_rate(getattr(self.model_config, "hidden_size", 768))]
-        self.record = output.make_record(self)
+        self.record = make_record(self)
 
     def folder_of(self, rate: float, seed: int) -> Path:
         """The folder of one model."""
@@ -198,7 +202,7 @@ class Run:
         arguments = self.arguments(rate, seed)
         callback, patience = trainer.Checkpoints(before), config.early_stopping_patience
         transformers.set_seed(seed)
-        model = trainer.make_model(self.model_config, self.revision, task)
+        model = models.make_model(self.model_config, self.revision, task)
         trained = trainer.TaskTrainer(
             task,
             model,
@@ -254,10 +258,10 @@ class Run:
                 raise messages.UserError(f"{file}: its log has a row that is not one of numbers; {way_out}")
         if result.get("diverged"):
             return result
-        saved = file.parent / output.MODEL_FOLDER
+        saved = file.parent / MODEL_FOLDER
         if saved.exists():  # of a finished run, only the best attempt still has its model
             with messages.explained(f"{saved}: is not as it was trained", way_out, messages.UserError):
-                check_hashes(saved, result.get("sha256", {}), (output.WEIGHTS_FILE, "config.json"))
+                check_hashes(saved, result.get("sha256", {}), (WEIGHTS_FILE, "config.json"))
         for split in self.measured():
             measured = result.get(split, {})
             for name in (*self.task.metrics_shown, "loss"):
@@ -277,14 +281,14 @@ class Run:
             The report for the user: the table of figures, and what the folder holds.
         """
         task, place, outputs = self.task, (kept["learning_rate"], kept["seed"]), {}
-        saved = self.folder_of(*place) / output.MODEL_FOLDER
+        saved = self.folder_of(*place) / MODEL_FOLDER
         with messages.reading_model(str(saved)):
             model = getattr(transformers, task.auto_class).from_pretrained(saved, trust_remote_code=False)
         # For the table of predictions, and for the report by class.
         for name in sorted({*self.measured()[-1:], *({"test"} & {*self.splits})}):
             found = trainer.predict(task, model, self.arguments(*place), self.tokenizer, self.splits[name])
             outputs[name] = task.rescaled(found.predictions)
-        return devices.on_main(output.write_folder, self, model, outputs, tried, seeds, kept)
+        return devices.on_main(write_folder, self, model, outputs, tried, seeds, kept)
 
 
 def _keep(folder, model, result):
@@ -295,9 +299,9 @@ def _keep(folder, model, result):
         The result as the file has it.
     """
     if model is not None:
-        conversion.save_model(model, folder / output.MODEL_FOLDER)
-        folders.sync(folder / output.MODEL_FOLDER / output.WEIGHTS_FILE)
-        result["sha256"] = hashes_of(folder / output.MODEL_FOLDER)
+        conversion.save_model(model, folder / MODEL_FOLDER)
+        folders.sync(folder / MODEL_FOLDER / WEIGHTS_FILE)
+        result["sha256"] = hashes_of(folder / MODEL_FOLDER)
     folders.write_json(folder / RESULT_FILE, result)
     delete_old(checkpoints(folder))
     return read_record(folder / RESULT_FILE, Result, allow_nan=True)

@@ -1,0 +1,98 @@
+"""Texts -> the model's inputs: truncated to a length, or cut into windows."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from d2l_bert.tokenization import long_texts
+
+
+# No tokenizer gets more rows at once: its encodings, with what is cut off, take far more memory than the ids.
+ROWS_AT_ONCE = 100
+
+
+class Window(NamedTuple):
+    """
+    The part of a row that one feature has.
+
+    Args:
+        source: the number of the row.
+        positions: the positions of the tokens to predict at (P,).
+        places: for each of these tokens its word in the row (P,), or its first character and the one behind its last
+            in the context (P, 2).
+    """
+
+    source: int
+    positions: np.ndarray
+    places: np.ndarray
+
+
+def note_of_windows(split, max_seq_length: int) -> str:
+    """How many rows of a split are cut into windows, for the user; "" if none is."""
+    long = sum(count > 1 for count in Counter(window.source for window in split.windows).values())
+    return (
+        f"{long:,} ({long / len(split.rows):.1%}) are longer than {max_seq_length} tokens and are cut into windows"
+        if long
+        else ""
+    )
+
+
+def encoded(tokenizer, columns: list, max_seq_length: int, **options) -> Iterator[tuple]:
+    """
+    The inputs of texts or of pairs of texts, truncated, from the longer text of a pair.
+
+    Args:
+        columns: the texts of each row, and the second texts of pairs.
+        options: further arguments of the tokenizer; `return_overflowing_tokens` gives all windows of a long row.
+
+    Yields:
+        The number of the row, the inputs, and the `tokenizers.Encoding` that they are of.
+    """
+    reads_beginnings = options.keys().isdisjoint(("return_overflowing_tokens", "is_split_into_words"))
+    if reads_beginnings and tokenizer.truncation_side == "right":
+        columns = _beginnings(tokenizer, columns, max_seq_length)
+    elif reads_beginnings:
+        columns = [[long_texts.ending_of(text) for text in column] for column in columns]
+    options = {"truncation": True, "max_length": max_seq_length, "verbose": False, **options}
+    for begin in range(0, len(columns[0]), ROWS_AT_ONCE):
+        batch = tokenizer(*(list(column[begin : begin + ROWS_AT_ONCE]) for column in columns), **options)
+        sources = batch.pop("overflow_to_sample_mapping", range(len(batch.encodings)))
+        for window, source in enumerate(sources):
+            inputs = {name: values[window] for name, values in batch.items()}
+            yield begin + source, inputs, batch.encodings[window]
+
+
+def _beginnings(tokenizer, columns: list, max_seq_length: int) -> list:
+    """
+    The columns of `encoded`, of texts that are truncated, without most of what the truncation would leave out.
+
+    Of a pair, the text of more tokens is truncated; if both are, it keeps one token more than the other where an odd
+    number of tokens fits. So its beginning has more tokens than that of the other text.
+    """
+    if not any(long_texts.is_long(text, max_seq_length) for column in columns for text in column):
+        return columns
+    plain, rows = long_texts.without_limits(tokenizer.backend_tokenizer), []
+    for texts in zip(*columns, strict=True):
+        cut = [text[: long_texts.MOST_CHARACTERS] for text in texts]
+        most = max_seq_length
+        order = [0]
+        if len(texts) > 1:
+            first, second = (long_texts.token_count(text, plain) for text in cut)
+            order = [1, 0] if first > second else [0, 1]  # the text of more tokens last
+        for place in order:
+            cut[place] = long_texts.beginning_of(cut[place], most, plain)
+            most = max(most, long_texts.token_count(cut[place], plain))
+        rows.append(cut)
+    return list(zip(*rows, strict=True))
+
+
+def truncated(tokenizer, columns: list, max_seq_length: int) -> tuple[list[dict], str]:
+    """The inputs as of `encoded`, and how many rows are truncated, for the user; "" if none is."""
+    rows, cut = [], 0
+    for source, inputs, encoding in encoded(tokenizer, columns, max_seq_length):
+        rows.append(inputs)
+        longest = max(len(column[source]) for column in columns)
+        cut += bool(encoding.overflowing) or longest > long_texts.MOST_CHARACTERS
+    return rows, f"{cut:,} are truncated to {max_seq_length} tokens" if cut else ""

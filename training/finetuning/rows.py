@@ -1,0 +1,453 @@
+"""Files and datasets -> the rows of a split; rows and their predictions -> a file."""
+
+import csv
+import itertools
+import json
+import logging
+import math
+import re
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from d2l_bert import folders
+from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, refuse_first
+from d2l_bert.model_cards.card import local_name
+from d2l_bert.tokenization import sources, tables
+from d2l_bert.tokenization.config import dataset_and_config
+from d2l_bert.training.finetuning.cells import name_of
+from d2l_bert.training.finetuning.config import FinetuneConfig
+
+
+logger = logging.getLogger(__name__)
+
+
+SPLITS = ("train", "validation", "test")
+
+
+LONGEST_DOCUMENT = 1 << 30  # characters in a line of a document of JSON, which may be the whole
+
+
+# So many rows of a dataset are made Python's at once, and then counted.
+DATASET_ROWS = 100
+
+
+# A table of more cells than this has a filled cell for each so many.
+MOST_CELLS = 10_000_000
+
+
+MOST_CELLS_FOR_ONE = 100
+
+
+# What Excel and its like may compute as a formula, also behind white space and with signs of full width
+# (https://owasp.org/www-community/attacks/CSV_Injection); numbers begin with such signs, too.
+FORMULA = re.compile("[\t\r\n]|\\s*[-=+@\uff1d\uff0b\uff0d\uff20]")
+
+
+A_NUMBER = re.compile(r"[+-]?(\d+([.,]\d+)*|[.,]\d+)(e[+-]?\d+)?\s?%?", re.IGNORECASE | re.ASCII)
+
+
+class Row(NamedTuple):
+    """
+    A row of a split.
+
+    Args:
+        place: where it stands in its file, for messages.
+        cells: its values, by the names of the columns.
+        texts: the texts that its task reads, by which equal rows are found; of token classification the words.
+        label: the label as the task reads it; None for a row without.
+    """
+
+    place: str
+    cells: dict
+    texts: tuple[str, ...] = ()
+    label: object = None
+
+
+@dataclass(kw_only=True)
+class Split:
+    """
+    The rows of a split.
+
+    Args:
+        label: what the rows are, for messages: an option and a name, such as `train_file rows.csv`.
+        name: the file's base name, or the dataset's id with its configuration and split.
+        rows: the rows.
+        fingerprint: a hash of the content of the file or dataset; of rows held out, too, that of the whole.
+        class_names: for columns of the kind `ClassLabel` of a dataset, or of lists of it, the names of the classes.
+        is_dataset: whether the rows come from a dataset, not from a file.
+        is_labelled: whether the rows have labels.
+        held_out: the share of the training rows that was held out as these validation rows; 0 if none was.
+        shared: how many rows have the texts of a training row.
+        features: the model's arguments for each feature, not padded, with labels if the rows have labels. A row has
+            one feature, or several where `windows` says so.
+        windows: for each feature what the task needs to read the model's outputs, such as its row; [] if nothing.
+        note: what happened to rows longer than `max_seq_length`, for the user; "" if every row fits.
+    """
+
+    label: str
+    name: str
+    rows: list[Row]
+    fingerprint: str
+    class_names: dict[str, list[str]] = field(default_factory=dict)
+    is_dataset: bool = False
+    is_labelled: bool = False
+    held_out: float = 0.0
+    shared: int = 0
+    features: list[dict] = field(default_factory=list, init=False)
+    windows: list = field(default_factory=list, init=False)
+    note: str = field(default="", init=False)
+
+    def __post_init__(self):
+        self.columns = list(dict.fromkeys(itertools.chain(*(row.cells for row in self.rows))))
+
+
+def read_file(
+    path: str,
+    option: str,
+    separator: str = "auto",
+    text_column: str = "text",
+    columns: Sequence[str] | None = None,
+    memory: tables.Memory | None = None,
+    label: str = "",
+) -> Split:
+    """
+    Read a whole table, packed or not.
+
+    - `.csv`, `.tsv`: all values are strings.
+    - `.jsonl`, `.parquet`: values as they are.
+    - `.json`: SQuAD's form, with the columns `id`, `title`, `context`, `question`, `answers` and `is_impossible`; or a
+      list of objects, also below `data`.
+    - `.conll`: a word a line, its tag last, and an empty line after each text: the columns `tokens` and `tags`; or
+      CoNLL-U, also as `.conllu`, with the universal parts of speech as tags.
+    - any other text: each line that is not empty is a text.
+
+    Args:
+        option: the option that names the file, for messages; "" if it is an argument.
+        separator: between the cells of a CSV file, as in `tokenization.tables.table_rows`.
+        text_column: the column of the texts in lines.
+        columns: those that are needed of a Parquet file; None for all.
+        memory: counts what this and other splits take.
+        label: what the file is called in messages, in place of its option and name.
+
+    Raises:
+        UserError: the file does not exist, cannot be read, is damaged, has another form, or has no rows; or its rows
+            take too much memory.
+    """
+    file = Path(path)
+    given = f"{option} {path}".strip()
+    label = label or (f"{option} {folders.base_name(path)}" if option else path)
+    tables.refuse_pipe(path, given, "write its rows to a file, and give that")
+    if file.is_dir():
+        way_out = "give one of its files, or the folder with --dataset" if option else "give one of its files"
+        raise UserError(f"{given}: is a folder; {way_out}")
+    if not file.is_file():
+        raise UserError(f"{given}: no such file; give a table, or a text in each line")
+    memory = memory or tables.Memory()
+    kind = tables.file_kind(file)
+    is_conll = tables.suffix_unpacked(file) in (".conll", ".conllu")
+    way_out = "repair the file; .json is a list of objects, or SQuAD's form"
+    with explained(f"{label}: cannot be read", way_out, OSError), explained(label, "", LookupError, ValueError):
+        if kind in tables.TABLE_KINDS:
+            found = tables.table_rows(file, columns, separator)
+        elif kind == "json" or is_conll:
+            lines = [line for _, line in tables.Memory().hold(_numbered_lines(file, kind))]
+            with explained("cannot be read", way_out, *READ_ERRORS, TypeError, RecursionError):
+                found = list(_conll_rows(lines, label) if is_conll else _json_rows("\n".join(lines)))
+        else:
+            found = ((place, {text_column: line}) for place, line in _numbered_lines(file, kind) if line.strip())
+        rows = memory.hold(found)
+    if not rows:
+        raise UserError(f"{label}: has no rows; give a file with rows")
+    return Split(
+        label=label,
+        name=folders.base_name(path),
+        rows=list(itertools.starmap(Row, rows)),
+        fingerprint=folders.content_hash(file)[:16],
+    )
+
+
+def _numbered_lines(file, kind) -> Iterator[tuple[str, str]]:
+    """The lines of a text file, each with its place."""
+    longest = LONGEST_DOCUMENT if kind == "json" else tables.LONGEST_LINE
+    for number, line in enumerate(tables.lines_of(file, longest=longest), 1):
+        yield f"line {number:,}", line.rstrip("\r\n")
+
+
+def _json_rows(text) -> Iterator[tuple[str, dict]]:
+    """The rows of a list of objects, or of SQuAD's nested form, each with its place."""
+    tables.check_values(text)
+    return tables.few_columns((f"row {number:,}", row) for number, row in enumerate(_objects_in(text), 1))
+
+
+def _objects_in(text) -> Iterator[dict]:
+    """The rows in a document of JSON."""
+    content = json.loads(tables.whole_characters(text))
+    for entry in content["data"] if isinstance(content, dict) else content:
+        if not isinstance(entry, dict):
+            raise TypeError(f"{entry!r:.50} is no object")
+        if "paragraphs" not in entry:
+            yield dict(entry)
+        for paragraph in entry.get("paragraphs", []):
+            shared = {"title": entry.get("title", ""), "context": paragraph["context"], "id": ""}
+            yield from ({**shared, **question} for question in paragraph["qas"])
+
+
+def _conll_rows(lines, label) -> Iterator[tuple[str, dict]]:
+    """
+    The words and the tags of each text, with the line at which it begins; no tags if a line has one field.
+
+    A line that begins with # is a comment, as in CoNLL-U, unless it is like the other lines: with as many fields, of
+    which the last one is a tag.
+    """
+    fields_of_lines = ([] if line.startswith("-DOCSTART-") else line.split() for line in lines)
+    if any(re.fullmatch(r"1(\t[^\t]*){9}", line) for line in lines):  # CoNLL-U; 1-2 are two words, and 8.1 is none
+        rows = (line.split("\t") for line in lines)
+        fields_of_lines = (row[1:4:2] if row[0].isdigit() else ["#"] if row[0] else [] for row in rows)
+    numbered = list(enumerate(fields_of_lines, 1))
+    for number, fields in numbered:
+        if fields and not fields[0]:
+            raise ValueError(f"line {number:,}: its word is empty; repair the line")
+    words = [fields for _, fields in numbered if fields and fields[0][0] != "#"]
+    count, tags = len(words[0]) if words else 0, {fields[-1] for fields in words}
+    kept = [
+        (number, fields)
+        for number, fields in numbered
+        if not fields or fields[0][0] != "#" or (len(fields) == count and (count == 1 or fields[-1] in tags))
+    ]
+    if comments := len(numbered) - len(kept):
+        logger.info(
+            f"{label}: {counted(comments, 'line is', 'lines are')} left out: comments, or no words of their own"
+        )
+    for number, fields in kept:
+        if len(fields) not in (0, count):
+            raise ValueError(f"line {number:,}: {len(fields)} fields, and {count} in the first; repair the line")
+    for is_text, group in itertools.groupby(kept, lambda line: bool(line[1])):
+        if is_text:
+            places, text = zip(*group, strict=True)
+            tagged = {"tags": [fields[-1] for fields in text]} if count > 1 else {}
+            yield f"line {places[0]:,}", {"tokens": [fields[0] for fields in text], **tagged}
+
+
+def _dataset_rows(rows, source: str) -> Iterator[tuple[str, dict]]:
+    """The rows of a split of a dataset, each with its place; `source` names it in messages."""
+    rows = rows.with_format("arrow")
+    told = set()
+    for start in range(0, len(rows), DATASET_ROWS):
+        block = rows[start : start + DATASET_ROWS]
+        for number, row in enumerate(tables.values_of(block, start + 1, source, told), start + 1):
+            yield f"row {number:,}", row
+
+
+def _read_dataset(
+    name: str, config: FinetuneConfig, read: Container[str], memory: tables.Memory | None = None
+) -> dict[str, Split]:
+    """
+    The splits of a dataset that the options name, and of the others those of the usual names.
+
+    Args:
+        name: an id on the Hub, or a folder of `save_to_disk` or of data files; `:` and a configuration may follow.
+        read: the splits that files give in place of the dataset.
+        memory: counts what these and other splits take.
+
+    Raises:
+        UserError: the dataset cannot be loaded, has no rows in a split, or its rows take too much memory.
+    """
+    import datasets
+
+    memory = memory or tables.Memory()
+
+    path, part = dataset_and_config(name)
+    hint = "give an id on the Hub, or a folder of save_to_disk or of data files; --train_file takes a file"
+    with sources.dataset_errors(path, hint):
+        if sources.is_saved_dataset(path):
+            found = {split or "train": rows for split, rows in sources.saved_splits(path).items()}
+        else:
+            # Of CSV files pandas would read the words None, NA and null as empty.
+            is_csv = hasattr(sources.dataset_builder(path, part).config, "keep_default_na")
+            found = datasets.load_dataset(path, part, **({"keep_default_na": False} if is_csv else {}))
+    asked = {split: getattr(config, f"{split}_split") for split in SPLITS if split not in read}
+    splits = {}
+    for split, of_dataset in asked.items():
+        used = of_dataset or config.named.get(split, split)
+        if of_dataset is None and (
+            used not in found
+            or used in asked.values()
+            or (split == "validation" and config.validation_share is not None)  # they are held out then
+        ):
+            continue
+        rows = found.get(used, [])
+        refuse_first(
+            {
+                f"dataset {name}: no rows in split {used!r:.100}; it has {', '.join(found)}: name one with "
+                f"--{split}_split": not len(rows)
+            }
+        )
+        label = f"dataset {name}, split {used}"
+        kinds = {column: getattr(kind, "feature", kind) for column, kind in rows.features.items()}
+        with explained(label, "", ValueError):
+            held = memory.hold(_dataset_rows(rows, label))
+            class_names = {
+                column: [name_of(of_class, column) for of_class in kind.names]
+                for column, kind in kinds.items()
+                if hasattr(kind, "names")
+            }
+        cells = [row for _, row in held]
+        splits[split] = Split(
+            label=label,
+            name=f"{local_name(name)}, split {used}",
+            rows=list(itertools.starmap(Row, held)),
+            fingerprint=folders.short_hash(repr(cells)),
+            class_names=class_names,
+            is_dataset=True,
+        )
+    return splits
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows to a file
+
+
+def check_writable(path: Path, split: Split) -> None:
+    """
+    Refuse rows that `write_predictions` could not write, before anything is predicted for them.
+
+    Args:
+        path: as in `write_predictions`.
+        split: with all of its rows.
+
+    Raises:
+        UserError: a column of a Parquet file would have values of several kinds, or objects with too many names; or
+            nearly all cells of the table would be empty, as where each row of JSONL has keys of its own.
+    """
+    if path.suffix == ".jsonl":  # a row has its own cells alone
+        return
+    cells = len(split.rows) * len(split.columns)
+    filled = sum(len(row.cells) for row in split.rows)
+    if cells > max(MOST_CELLS, MOST_CELLS_FOR_ONE * filled):
+        raise UserError(
+            f"{split.label}: {len(split.columns):,} columns, of which a row has {filled / len(split.rows):.3g}, so "
+            f"that a table of the predictions would be all but empty; give the rows the same columns"
+        )
+    if path.suffix == ".parquet":
+        with explained(split.label, "give the rows the same names, or write .jsonl", ValueError):
+            tables.check_names(row.cells for row in split.rows)
+        with _one_kind_a_column(split):
+            columns = {name: pa.array([row.cells.get(name) for row in split.rows]) for name in split.columns}
+            schema = pa.table(columns).schema
+            pq.write_table(schema.empty_table(), pa.BufferOutputStream())  # not every kind has a form in Parquet
+
+
+def _one_kind_a_column(split):
+    """Turn PyArrow's errors about the kinds of values into a `UserError`."""
+    what = f"{split.label}: a column has values of several kinds, or whole numbers of more than 63 bits"
+    return explained(what, "make them one kind, or write .jsonl", pa.ArrowException, OverflowError)
+
+
+def write_predictions(
+    path: Path,
+    split: Split,
+    predicted: dict[str, list],
+    is_for_excel: bool = False,
+) -> None:
+    """
+    Write the rows of a split, and what was predicted for them.
+
+    Args:
+        path: ends in `.jsonl` or `.parquet`, which have values as they are; else it is CSV, with lists and dicts as
+            JSON. In JSON, which has no form for them, numbers that are not finite become null. Columns with bytes are
+            left out of JSONL and CSV.
+        predicted: by the names of new columns, a value for each row; None leaves the cell empty.
+        is_for_excel: whether CSV has `;` between the cells, decimal commas, a byte order mark at its beginning, and an
+            apostrophe before what Excel would take for a formula.
+
+    Raises:
+        UserError: a column of a Parquet file has values of several kinds.
+    """
+    # Columns of the rows keep their names, also those that an earlier `predict` has left.
+    taken, renamed = {*split.columns, *predicted}, {}
+    for name, values in predicted.items():
+        new = name
+        while new in split.columns or new in renamed or (new != name and new in taken):
+            new += " (predicted)"
+        renamed[new] = values
+    predicted = renamed
+    kept = split.columns if path.suffix == ".parquet" else _columns_without_bytes(split)
+    new_cells = zip(*predicted.values(), strict=True) if predicted else itertools.repeat(())
+    if path.suffix == ".jsonl":
+        with path.open("w", encoding="utf-8") as file:
+            kept_names = set(kept)
+            for row, more in zip(split.rows, new_cells, strict=False):
+                cells = {name: cell for name, cell in row.cells.items() if name in kept_names}
+                file.write(f"{_as_json({**cells, **dict(zip(predicted, more, strict=True))})}\n")
+    elif path.suffix == ".parquet":
+        with _one_kind_a_column(split):
+            columns = {name: [row.cells.get(name) for row in split.rows] for name in split.columns}
+            pq.write_table(pa.table({**columns, **predicted}), path)
+    else:
+        with path.open("w", encoding="utf-8-sig" if is_for_excel else "utf-8", newline="") as file:
+            writer = csv.writer(file, delimiter=";" if is_for_excel else ",")
+            rows = ([*map(row.cells.get, kept), *more] for row, more in zip(split.rows, new_cells, strict=False))
+            for row in itertools.chain([[*kept, *predicted]], rows):
+                cells = [_as_json(cell) if isinstance(cell, list | dict) else cell for cell in row]
+                writer.writerow([_excel_cell(cell) for cell in cells] if is_for_excel else cells)
+
+
+def _as_json(value):
+    """A value as JSON; dates become texts, numbers that are not finite null."""
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), ensure_ascii=False, default=str)
+
+
+def _finite(value):
+    """A value with None for each number in it that is not finite."""
+    if isinstance(value, dict):
+        return {name: _finite(of_name) for name, of_name in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _columns_without_bytes(split):
+    """The names of the columns of a split in which no cell holds bytes; of the others the user is told."""
+    left_out = set()
+    for row in split.rows:
+        left_out.update(name for name, cell in row.cells.items() if _has_bytes(cell))
+    for name in sorted(left_out):
+        logger.warning(
+            f"{split.label}: column {name!r:.100} holds bytes, and is left out, as a file of text has no form for "
+            f"them; .parquet has"
+        )
+    return [name for name in split.columns if name not in left_out]
+
+
+def _has_bytes(cell):
+    """Whether a cell is bytes, or a list or a dict with some in it."""
+    waiting = [cell]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, bytes):
+            return True
+        if isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, list | tuple):
+            waiting.extend(value)
+    return False
+
+
+def _excel_cell(cell):
+    """
+    A cell as Excel shows it: numbers with decimal commas; an apostrophe before a text that Excel would compute as a
+    formula, which may start programs. A text that is a number is none.
+    """
+    if isinstance(cell, float):
+        return str(cell).replace(".", ",")
+    if isinstance(cell, str) and FORMULA.match(cell) and not A_NUMBER.fullmatch(cell):
+        return f"'{cell}"
+    return cell
