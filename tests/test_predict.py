@@ -328,7 +328,7 @@ def test_of_long_words_no_more_is_tokenized_than_a_fixed_number_of_characters(di
     most = long_texts.MOST_CHARACTERS
     for text in ("a" * (most + 9), "e\u0301" * most, " " * (2 * most)):
         for columns in ([[text]], [[text], ["short"]], [[text], [text]]):
-            assert truncated(Counting(), columns, 16)[1].startswith("1 ")
+            assert truncated(Counting(), columns, 16).note.startswith("1 ")
         assert len(long_texts.beginning_of(text, 16, plain)) == most
     assert max(lengths) == most
 
@@ -354,9 +354,9 @@ def test_long_texts_and_pairs_have_the_inputs_of_the_whole(direction, trained):
     pairs = ([texts, texts[::-1]], [texts, ["b! " * 25] * 5], [["c. " * 90], ["." * 180]])
     for columns in ([texts], *(pairs if direction == "right" else ())):
         for most in (8, 9, 10):
-            found, note = truncated(tokenizer, columns, most)
+            features = truncated(tokenizer, columns, most)
             batch = tokenizer(*columns, truncation=True, max_length=most)
-            assert [row["input_ids"] for row in found] == batch["input_ids"] and note
+            assert [row["input_ids"] for row in features.inputs] == batch["input_ids"] and features.note
 
 
 WRONG_RECORDS = [
@@ -416,7 +416,7 @@ def test_a_tag_of_words_without_pieces_is_one_of_the_tags():
 def test_a_record_without_a_part_that_its_task_needs_is_refused(task):
     config, record = PredictConfig(output="a.csv"), record_of(task)
     assert restored_task("m", {**record, "finetune": {"task": task, "option_of_tomorrow": 1}}, config).columns
-    for name in ("columns", *restored_task("m", record, config).learnt):
+    for name in ("columns", *restored_task("m", record, config).restored):
         learnt = {key: value for key, value in record["learnt"].items() if key != name}
         with pytest.raises(UserError, match="run_config.json"):
             restored_task("m", {**record, "learnt": learnt}, config)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from d2l_bert.tokenization import long_texts
+from d2l_bert.training.finetuning.rows import Split
 
 
 # No tokenizer gets more rows at once: its encodings, with what is cut off, take far more memory than the ids.
@@ -29,14 +30,30 @@ class Window(NamedTuple):
     places: np.ndarray
 
 
-def note_of_windows(split, max_seq_length: int) -> str:
+class Features(NamedTuple):
+    """
+    The rows of a split as a model reads them.
+
+    Args:
+        inputs: the model's arguments for each feature, not padded, with `labels`, of which -100 does not count in the
+            loss. A row has one feature, or several where there are windows.
+        windows: for each feature its window; [] for a task whose rows have one feature each.
+        note: what happened to rows longer than `max_seq_length`, for the user; "" if every row fits.
+    """
+
+    inputs: list[dict]
+    windows: list[Window]
+    note: str
+
+
+def note_of_windows(split: Split, windows: list[Window], max_seq_length: int) -> str:
     """How many rows of a split are cut into windows, for the user; "" if none is."""
-    long = sum(count > 1 for count in Counter(window.source for window in split.windows).values())
-    return (
-        f"{long:,} ({long / len(split.rows):.1%}) are longer than {max_seq_length} tokens and are cut into windows"
-        if long
-        else ""
-    )
+    counts = Counter(window.source for window in windows)
+    long = sum(count > 1 for count in counts.values())
+    if not long:
+        return ""
+    share = long / len(split.rows)
+    return f"{long:,} ({share:.1%}) are longer than {max_seq_length} tokens and are cut into windows"
 
 
 def encoded(tokenizer, columns: list, max_seq_length: int, **options) -> Iterator[tuple]:
@@ -54,14 +71,23 @@ def encoded(tokenizer, columns: list, max_seq_length: int, **options) -> Iterato
     if reads_beginnings and tokenizer.truncation_side == "right":
         columns = _beginnings(tokenizer, columns, max_seq_length)
     elif reads_beginnings:
-        columns = [[long_texts.ending_of(text) for text in column] for column in columns]
+        columns = _endings(columns)
     options = {"truncation": True, "max_length": max_seq_length, "verbose": False, **options}
     for begin in range(0, len(columns[0]), ROWS_AT_ONCE):
-        batch = tokenizer(*(list(column[begin : begin + ROWS_AT_ONCE]) for column in columns), **options)
+        texts = [list(column[begin : begin + ROWS_AT_ONCE]) for column in columns]
+        batch = tokenizer(*texts, **options)
         sources = batch.pop("overflow_to_sample_mapping", range(len(batch.encodings)))
         for window, source in enumerate(sources):
             inputs = {name: values[window] for name, values in batch.items()}
             yield begin + source, inputs, batch.encodings[window]
+
+
+def _endings(columns: list) -> list:
+    """The columns of `encoded`, of texts whose beginning is truncated, without most of it."""
+    endings = []
+    for column in columns:
+        endings.append([long_texts.ending_of(text) for text in column])
+    return endings
 
 
 def _beginnings(tokenizer, columns: list, max_seq_length: int) -> list:
@@ -71,28 +97,36 @@ def _beginnings(tokenizer, columns: list, max_seq_length: int) -> list:
     Of a pair, the text of more tokens is truncated; if both are, it keeps one token more than the other where an odd
     number of tokens fits. So its beginning has more tokens than that of the other text.
     """
-    if not any(long_texts.is_long(text, max_seq_length) for column in columns for text in column):
+    has_long = any(long_texts.is_long(text, max_seq_length) for column in columns for text in column)
+    if not has_long:
         return columns
-    plain, rows = long_texts.without_limits(tokenizer.backend_tokenizer), []
+    plain = long_texts.without_limits(tokenizer.backend_tokenizer)
+    rows = []
     for texts in zip(*columns, strict=True):
         cut = [text[: long_texts.MOST_CHARACTERS] for text in texts]
         most = max_seq_length
-        order = [0]
-        if len(texts) > 1:
-            first, second = (long_texts.token_count(text, plain) for text in cut)
-            order = [1, 0] if first > second else [0, 1]  # the text of more tokens last
-        for place in order:
+        for place in _by_length(cut, plain):
             cut[place] = long_texts.beginning_of(cut[place], most, plain)
             most = max(most, long_texts.token_count(cut[place], plain))
         rows.append(cut)
     return list(zip(*rows, strict=True))
 
 
-def truncated(tokenizer, columns: list, max_seq_length: int) -> tuple[list[dict], str]:
-    """The inputs as of `encoded`, and how many rows are truncated, for the user; "" if none is."""
-    rows, cut = [], 0
-    for source, inputs, encoding in encoded(tokenizer, columns, max_seq_length):
-        rows.append(inputs)
+def _by_length(texts: list[str], plain) -> list[int]:
+    """The places of a text, or of the two texts of a pair: that of more tokens last."""
+    if len(texts) == 1:
+        return [0]
+    first, second = (long_texts.token_count(text, plain) for text in texts)
+    return [1, 0] if first > second else [0, 1]
+
+
+def truncated(tokenizer, columns: list, max_seq_length: int) -> Features:
+    """The features of texts or of pairs, as of `encoded`, one for each row; the note says how many are truncated."""
+    inputs = []
+    cut = 0
+    for source, of_row, encoding in encoded(tokenizer, columns, max_seq_length):
+        inputs.append(of_row)
         longest = max(len(column[source]) for column in columns)
         cut += bool(encoding.overflowing) or longest > long_texts.MOST_CHARACTERS
-    return rows, f"{cut:,} are truncated to {max_seq_length} tokens" if cut else ""
+    note = f"{cut:,} are truncated to {max_seq_length} tokens" if cut else ""
+    return Features(inputs, [], note)

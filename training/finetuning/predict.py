@@ -44,32 +44,30 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
             rows cannot be read, or the output cannot be written. No file is left.
     """
     config.check()
-    record, target = loading.read_run_record(name), Path(config.output)
+    record = loading.read_run_record(name)
+    target = Path(config.output)
     task = restored_task(name, record, config)
     # Entered before any work: what stands in the way of the output is said at once.
     with folders.new_file(target) as partial, tempfile.TemporaryDirectory() as scratch:
-        split = read_rows(file, task, config, Path(scratch))
-        check_writable(target, split)
-        rows = split.rows
-        split.rows = rows_with_text(split, task)
+        given = read_rows(file, task, config, Path(scratch))
+        check_writable(target, given)
+        read = dataclasses.replace(given, rows=rows_with_text(given, task))
         model, tokenizer, _ = loading.load_pretrained(getattr(transformers, task.auto_class), name)
         check_model(name, record, task, model, tokenizer)
-        task.features(split, tokenizer, record["max_seq_length"])
+        features = task.features(read, tokenizer, record["max_seq_length"])
         with devices.restore_host_settings():
             arguments = trainer.make_arguments(task, Path(scratch), rate=1.0, seed=0, processes=1)
             # As they are: a finished model predicts in the units of the labels.
-            outputs = trainer.predict(task, model, arguments, tokenizer, split).predictions
-        predicted = task.predictions(split, outputs)
-        count = len(split.rows)
-        if count < len(rows):
-            places = {row.place: number for number, row in enumerate(split.rows)}
-            predicted = {column: spread(values, rows, places) for column, values in predicted.items()}
-            split.rows = rows
+            logits = trainer.predict(task, model, arguments, tokenizer, features.inputs).predictions
+        predicted = task.predictions(read, task.row_outputs(read, features.windows, logits))
+        if len(read.rows) < len(given.rows):
+            predicted = spread(predicted, read, given)
         if target.suffix == ".csv":
             predicted = task.in_csv(predicted)
-        write_predictions(partial, split, predicted, config.excel)
-    without = f"; {counted(len(rows) - count, 'row')} without a text: no prediction there" if count < len(rows) else ""
-    return f"{target}: predictions for {counted(count, 'row')}{without}"
+        write_predictions(partial, given, predicted, config.excel)
+    without = len(given.rows) - len(read.rows)
+    note = f"; {counted(without, 'row')} without a text: no prediction there" if without else ""
+    return f"{target}: predictions for {counted(len(read.rows), 'row')}{note}"
 
 
 def restored_task(name: str, record: RunRecord, config: PredictConfig) -> Task:
@@ -93,7 +91,8 @@ def restored_task(name: str, record: RunRecord, config: PredictConfig) -> Task:
         # A newer version may have more options.
         known = {field.name for field in dataclasses.fields(FinetuneConfig)}
         given = {option: value for option, value in record["finetune"].items() if option in known}
-        given |= {"model": name, "per_device_eval_batch_size": config.per_device_eval_batch_size}
+        given["model"] = name
+        given["per_device_eval_batch_size"] = config.per_device_eval_batch_size
         finetune = FinetuneConfig(**given)
         finetune.check_values()
         if finetune.task_type not in TASKS:
@@ -137,7 +136,7 @@ def read_rows(file: str, task: Task, config: PredictConfig, scratch: Path) -> Sp
     if tables.file_kind(Path(file)) == "text" and isinstance(first, str):
         tables.refuse_header(first, of_texts, split.label)
     task.check_columns(split.label, split.columns, has_labels=False)
-    task.columns["label_column"], task.label = [None], None  # no row has such a column: labels are not read
+    task.columns["label_column"] = [None]  # no row has such a column: labels are not read
     return split
 
 
@@ -184,12 +183,17 @@ def check_model(name: str, record: RunRecord, task: Task, model, tokenizer) -> N
         )
 
 
-def spread(values: list, rows: list[Row], numbers: dict[str, int]) -> list:
+def spread(predicted: dict[str, list], read: Split, given: Split) -> dict[str, list]:
     """
-    A column of predictions for all rows: None for rows without one.
+    Columns of predictions for all rows: None for rows without one.
 
     Args:
-        values: the predictions.
-        numbers: by a row's place, the number of its prediction.
+        predicted: the columns for the rows that were read.
+        read: the rows with a prediction.
+        given: all rows.
     """
-    return [values[numbers[row.place]] if row.place in numbers else None for row in rows]
+    number_of = {row.place: number for number, row in enumerate(read.rows)}
+    spread_out = {}
+    for column, values in predicted.items():
+        spread_out[column] = [values[number_of[row.place]] if row.place in number_of else None for row in given.rows]
+    return spread_out

@@ -1,6 +1,7 @@
 """Files and datasets -> the rows of a split; rows and their predictions -> a file."""
 
 import csv
+import functools
 import itertools
 import json
 import logging
@@ -15,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from d2l_bert import folders
-from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, refuse_first
+from d2l_bert.messages import READ_ERRORS, UserError, counted, explained
 from d2l_bert.model_cards.card import local_name
 from d2l_bert.tokenization import sources, tables
 from d2l_bert.tokenization.config import dataset_and_config
@@ -25,30 +26,24 @@ from d2l_bert.training.finetuning.config import FinetuneConfig
 
 logger = logging.getLogger(__name__)
 
-
 SPLITS = ("train", "validation", "test")
 
-
 LONGEST_DOCUMENT = 1 << 30  # characters in a line of a document of JSON, which may be the whole
-
 
 # So many rows of a dataset are made Python's at once, and then counted.
 DATASET_ROWS = 100
 
-
 # A table of more cells than this has a filled cell for each so many.
 MOST_CELLS = 10_000_000
-
-
 MOST_CELLS_FOR_ONE = 100
-
 
 # What Excel and its like may compute as a formula, also behind white space and with signs of full width
 # (https://owasp.org/www-community/attacks/CSV_Injection); numbers begin with such signs, too.
 FORMULA = re.compile("[\t\r\n]|\\s*[-=+@\uff1d\uff0b\uff0d\uff20]")
-
-
 A_NUMBER = re.compile(r"[+-]?(\d+([.,]\d+)*|[.,]\d+)(e[+-]?\d+)?\s?%?", re.IGNORECASE | re.ASCII)
+
+# The first word of a text in CoNLL-U, whose lines have ten fields.
+CONLL_U_WORD = re.compile(r"1(\t[^\t]*){9}")
 
 
 class Row(NamedTuple):
@@ -68,10 +63,10 @@ class Row(NamedTuple):
     label: object = None
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Split:
     """
-    The rows of a split.
+    The rows of a split: as they were read, or as the task reads them.
 
     Args:
         label: what the rows are, for messages: an option and a name, such as `train_file rows.csv`.
@@ -83,10 +78,6 @@ class Split:
         is_labelled: whether the rows have labels.
         held_out: the share of the training rows that was held out as these validation rows; 0 if none was.
         shared: how many rows have the texts of a training row.
-        features: the model's arguments for each feature, not padded, with labels if the rows have labels. A row has
-            one feature, or several where `windows` says so.
-        windows: for each feature what the task needs to read the model's outputs, such as its row; [] if nothing.
-        note: what happened to rows longer than `max_seq_length`, for the user; "" if every row fits.
     """
 
     label: str
@@ -98,12 +89,15 @@ class Split:
     is_labelled: bool = False
     held_out: float = 0.0
     shared: int = 0
-    features: list[dict] = field(default_factory=list, init=False)
-    windows: list = field(default_factory=list, init=False)
-    note: str = field(default="", init=False)
 
-    def __post_init__(self):
-        self.columns = list(dict.fromkeys(itertools.chain(*(row.cells for row in self.rows))))
+    @functools.cached_property
+    def columns(self) -> list[str]:
+        """The names of the columns that a row has."""
+        return list(dict.fromkeys(itertools.chain(*(row.cells for row in self.rows))))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
 
 
 def read_file(
@@ -140,7 +134,8 @@ def read_file(
     """
     file = Path(path)
     given = f"{option} {path}".strip()
-    label = label or (f"{option} {folders.base_name(path)}" if option else path)
+    if not label:
+        label = f"{option} {folders.base_name(path)}" if option else path
     tables.refuse_pipe(path, given, "write its rows to a file, and give that")
     if file.is_dir():
         way_out = "give one of its files, or the folder with --dataset" if option else "give one of its files"
@@ -148,18 +143,16 @@ def read_file(
     if not file.is_file():
         raise UserError(f"{given}: no such file; give a table, or a text in each line")
     memory = memory or tables.Memory()
-    kind = tables.file_kind(file)
-    is_conll = tables.suffix_unpacked(file) in (".conll", ".conllu")
     way_out = "repair the file; .json is a list of objects, or SQuAD's form"
     with explained(f"{label}: cannot be read", way_out, OSError), explained(label, "", LookupError, ValueError):
-        if kind in tables.TABLE_KINDS:
+        if tables.file_kind(file) in tables.TABLE_KINDS:
             found = tables.table_rows(file, columns, separator)
-        elif kind == "json" or is_conll:
-            lines = [line for _, line in tables.Memory().hold(_numbered_lines(file, kind))]
+        elif _is_document(file):
+            lines = [line for _, line in tables.Memory().hold(_numbered_lines(file))]
             with explained("cannot be read", way_out, *READ_ERRORS, TypeError, RecursionError):
-                found = list(_conll_rows(lines, label) if is_conll else _json_rows("\n".join(lines)))
+                found = list(_rows_of_document(file, lines, label))
         else:
-            found = ((place, {text_column: line}) for place, line in _numbered_lines(file, kind) if line.strip())
+            found = ((place, {text_column: line}) for place, line in _numbered_lines(file) if line.strip())
         rows = memory.hold(found)
     if not rows:
         raise UserError(f"{label}: has no rows; give a file with rows")
@@ -171,11 +164,25 @@ def read_file(
     )
 
 
-def _numbered_lines(file, kind) -> Iterator[tuple[str, str]]:
+def _is_document(file) -> bool:
+    """Whether a file is read whole, before its first row is known: JSON and CoNLL."""
+    return tables.file_kind(file) == "json" or _is_conll(file)
+
+
+def _is_conll(file) -> bool:
+    return tables.suffix_unpacked(file) in (".conll", ".conllu")
+
+
+def _numbered_lines(file) -> Iterator[tuple[str, str]]:
     """The lines of a text file, each with its place."""
-    longest = LONGEST_DOCUMENT if kind == "json" else tables.LONGEST_LINE
+    longest = LONGEST_DOCUMENT if tables.file_kind(file) == "json" else tables.LONGEST_LINE
     for number, line in enumerate(tables.lines_of(file, longest=longest), 1):
         yield f"line {number:,}", line.rstrip("\r\n")
+
+
+def _rows_of_document(file, lines, label) -> Iterator[tuple[str, dict]]:
+    """The rows of a file of JSON or CoNLL, each with its place."""
+    return _conll_rows(lines, label) if _is_conll(file) else _json_rows("\n".join(lines))
 
 
 def _json_rows(text) -> Iterator[tuple[str, dict]]:
@@ -194,7 +201,8 @@ def _objects_in(text) -> Iterator[dict]:
             yield dict(entry)
         for paragraph in entry.get("paragraphs", []):
             shared = {"title": entry.get("title", ""), "context": paragraph["context"], "id": ""}
-            yield from ({**shared, **question} for question in paragraph["qas"])
+            for question in paragraph["qas"]:
+                yield {**shared, **question}
 
 
 def _conll_rows(lines, label) -> Iterator[tuple[str, dict]]:
@@ -204,21 +212,23 @@ def _conll_rows(lines, label) -> Iterator[tuple[str, dict]]:
     A line that begins with # is a comment, as in CoNLL-U, unless it is like the other lines: with as many fields, of
     which the last one is a tag.
     """
-    fields_of_lines = ([] if line.startswith("-DOCSTART-") else line.split() for line in lines)
-    if any(re.fullmatch(r"1(\t[^\t]*){9}", line) for line in lines):  # CoNLL-U; 1-2 are two words, and 8.1 is none
-        rows = (line.split("\t") for line in lines)
-        fields_of_lines = (row[1:4:2] if row[0].isdigit() else ["#"] if row[0] else [] for row in rows)
-    numbered = list(enumerate(fields_of_lines, 1))
+    is_conll_u = any(CONLL_U_WORD.fullmatch(line) for line in lines)
+    fields_of = _fields_of_conll_u if is_conll_u else _fields_of_conll
+    numbered = [(number, fields_of(line)) for number, line in enumerate(lines, 1)]
     for number, fields in numbered:
         if fields and not fields[0]:
             raise ValueError(f"line {number:,}: its word is empty; repair the line")
     words = [fields for _, fields in numbered if fields and fields[0][0] != "#"]
-    count, tags = len(words[0]) if words else 0, {fields[-1] for fields in words}
-    kept = [
-        (number, fields)
-        for number, fields in numbered
-        if not fields or fields[0][0] != "#" or (len(fields) == count and (count == 1 or fields[-1] in tags))
-    ]
+    count = len(words[0]) if words else 0
+    tags = {fields[-1] for fields in words}
+
+    def is_comment(fields):
+        if not fields or fields[0][0] != "#":
+            return False
+        is_like_others = len(fields) == count and (count == 1 or fields[-1] in tags)
+        return not is_like_others
+
+    kept = [(number, fields) for number, fields in numbered if not is_comment(fields)]
     if comments := len(numbered) - len(kept):
         logger.info(
             f"{label}: {counted(comments, 'line is', 'lines are')} left out: comments, or no words of their own"
@@ -226,24 +236,33 @@ def _conll_rows(lines, label) -> Iterator[tuple[str, dict]]:
     for number, fields in kept:
         if len(fields) not in (0, count):
             raise ValueError(f"line {number:,}: {len(fields)} fields, and {count} in the first; repair the line")
-    for is_text, group in itertools.groupby(kept, lambda line: bool(line[1])):
-        if is_text:
-            places, text = zip(*group, strict=True)
-            tagged = {"tags": [fields[-1] for fields in text]} if count > 1 else {}
-            yield f"line {places[0]:,}", {"tokens": [fields[0] for fields in text], **tagged}
+    for has_words, group in itertools.groupby(kept, lambda line: bool(line[1])):
+        if has_words:
+            text = list(group)
+            row = {"tokens": [fields[0] for _, fields in text]}
+            if count > 1:
+                row["tags"] = [fields[-1] for _, fields in text]
+            yield f"line {text[0][0]:,}", row
 
 
-def _dataset_rows(rows, source: str) -> Iterator[tuple[str, dict]]:
-    """The rows of a split of a dataset, each with its place; `source` names it in messages."""
-    rows = rows.with_format("arrow")
-    told = set()
-    for start in range(0, len(rows), DATASET_ROWS):
-        block = rows[start : start + DATASET_ROWS]
-        for number, row in enumerate(tables.values_of(block, start + 1, source, told), start + 1):
-            yield f"row {number:,}", row
+def _fields_of_conll(line) -> list[str]:
+    """The fields of a line, the word first and the tag last; [] between texts."""
+    return [] if line.startswith("-DOCSTART-") else line.split()
 
 
-def _read_dataset(
+def _fields_of_conll_u(line) -> list[str]:
+    """As `_fields_of_conll`: the word, and its universal part of speech."""
+    fields = line.split("\t")
+    if fields[0].isdigit():
+        return fields[1:4:2]
+    return ["#"] if fields[0] else []  # a comment; 1-2, which are two words; 8.1, which is none
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Datasets
+
+
+def read_dataset(
     name: str, config: FinetuneConfig, read: Container[str], memory: tables.Memory | None = None
 ) -> dict[str, Split]:
     """
@@ -257,55 +276,70 @@ def _read_dataset(
     Raises:
         UserError: the dataset cannot be loaded, has no rows in a split, or its rows take too much memory.
     """
+    memory = memory or tables.Memory()
+    found = _load_dataset(name)
+    asked = {split: getattr(config, f"{split}_split") for split in SPLITS if split not in read}
+    splits = {}
+    for split, given in asked.items():
+        used = given or config.named.get(split, split)
+        if given is None:
+            is_used_already = used in asked.values()
+            is_held_out = split == "validation" and config.validation_share is not None
+            if used not in found or is_used_already or is_held_out:
+                continue
+        if not len(found.get(used, [])):
+            raise UserError(
+                f"dataset {name}: no rows in split {used!r:.100}; it has {', '.join(found)}: name one with "
+                f"--{split}_split"
+            )
+        splits[split] = _split_of(found[used], name, used, memory)
+    return splits
+
+
+def _load_dataset(name) -> dict:
+    """All splits of a dataset, by name."""
     import datasets
 
-    memory = memory or tables.Memory()
-
-    path, part = dataset_and_config(name)
+    path, configuration = dataset_and_config(name)
     hint = "give an id on the Hub, or a folder of save_to_disk or of data files; --train_file takes a file"
     with sources.dataset_errors(path, hint):
         if sources.is_saved_dataset(path):
-            found = {split or "train": rows for split, rows in sources.saved_splits(path).items()}
-        else:
-            # Of CSV files pandas would read the words None, NA and null as empty.
-            is_csv = hasattr(sources.dataset_builder(path, part).config, "keep_default_na")
-            found = datasets.load_dataset(path, part, **({"keep_default_na": False} if is_csv else {}))
-    asked = {split: getattr(config, f"{split}_split") for split in SPLITS if split not in read}
-    splits = {}
-    for split, of_dataset in asked.items():
-        used = of_dataset or config.named.get(split, split)
-        if of_dataset is None and (
-            used not in found
-            or used in asked.values()
-            or (split == "validation" and config.validation_share is not None)  # they are held out then
-        ):
-            continue
-        rows = found.get(used, [])
-        refuse_first(
-            {
-                f"dataset {name}: no rows in split {used!r:.100}; it has {', '.join(found)}: name one with "
-                f"--{split}_split": not len(rows)
-            }
-        )
-        label = f"dataset {name}, split {used}"
-        kinds = {column: getattr(kind, "feature", kind) for column, kind in rows.features.items()}
-        with explained(label, "", ValueError):
-            held = memory.hold(_dataset_rows(rows, label))
-            class_names = {
-                column: [name_of(of_class, column) for of_class in kind.names]
-                for column, kind in kinds.items()
-                if hasattr(kind, "names")
-            }
-        cells = [row for _, row in held]
-        splits[split] = Split(
-            label=label,
-            name=f"{local_name(name)}, split {used}",
-            rows=list(itertools.starmap(Row, held)),
-            fingerprint=folders.short_hash(repr(cells)),
-            class_names=class_names,
-            is_dataset=True,
-        )
-    return splits
+            return {split or "train": rows for split, rows in sources.saved_splits(path).items()}
+        options = {}
+        if hasattr(sources.dataset_builder(path, configuration).config, "keep_default_na"):
+            options = {"keep_default_na": False}  # of CSV files pandas would read the words None, NA and null as empty
+        return datasets.load_dataset(path, configuration, **options)
+
+
+def _split_of(rows, name: str, split: str, memory: tables.Memory) -> Split:
+    """The rows of a split of the dataset `name`, as `datasets` has them."""
+    label = f"dataset {name}, split {split}"
+    with explained(label, "", ValueError):
+        held = memory.hold(_dataset_rows(rows, label))
+        class_names = {}
+        for column, kind in rows.features.items():
+            kind = getattr(kind, "feature", kind)  # that of the entries of a list
+            if hasattr(kind, "names"):
+                class_names[column] = [name_of(of_class, column) for of_class in kind.names]
+    cells = [row for _, row in held]
+    return Split(
+        label=label,
+        name=f"{local_name(name)}, split {split}",
+        rows=list(itertools.starmap(Row, held)),
+        fingerprint=folders.short_hash(repr(cells)),
+        class_names=class_names,
+        is_dataset=True,
+    )
+
+
+def _dataset_rows(rows, source: str) -> Iterator[tuple[str, dict]]:
+    """The rows of a split of a dataset, each with its place; `source` names it in messages."""
+    rows = rows.with_format("arrow")
+    told = set()
+    for start in range(0, len(rows), DATASET_ROWS):
+        block = rows[start : start + DATASET_ROWS]
+        for number, row in enumerate(tables.values_of(block, start + 1, source, told), start + 1):
+            yield f"row {number:,}", row
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -337,8 +371,7 @@ def check_writable(path: Path, split: Split) -> None:
         with explained(split.label, "give the rows the same names, or write .jsonl", ValueError):
             tables.check_names(row.cells for row in split.rows)
         with _one_kind_a_column(split):
-            columns = {name: pa.array([row.cells.get(name) for row in split.rows]) for name in split.columns}
-            schema = pa.table(columns).schema
+            schema = pa.table(_columns_of(split)).schema
             pq.write_table(schema.empty_table(), pa.BufferOutputStream())  # not every kind has a form in Parquet
 
 
@@ -348,12 +381,15 @@ def _one_kind_a_column(split):
     return explained(what, "make them one kind, or write .jsonl", pa.ArrowException, OverflowError)
 
 
-def write_predictions(
-    path: Path,
-    split: Split,
-    predicted: dict[str, list],
-    is_for_excel: bool = False,
-) -> None:
+def _columns_of(split) -> dict[str, list]:
+    """The cells of a split by column; None where a row has none."""
+    columns = {}
+    for name in split.columns:
+        columns[name] = [row.cells.get(name) for row in split.rows]
+    return columns
+
+
+def write_predictions(path: Path, split: Split, predicted: dict[str, list], is_for_excel: bool = False) -> None:
     """
     Write the rows of a split, and what was predicted for them.
 
@@ -368,33 +404,60 @@ def write_predictions(
     Raises:
         UserError: a column of a Parquet file has values of several kinds.
     """
-    # Columns of the rows keep their names, also those that an earlier `predict` has left.
-    taken, renamed = {*split.columns, *predicted}, {}
+    predicted = _renamed(predicted, split.columns)
+    if path.suffix == ".parquet":
+        with _one_kind_a_column(split):
+            pq.write_table(pa.table({**_columns_of(split), **predicted}), path)
+    elif path.suffix == ".jsonl":
+        _write_jsonl(path, split, predicted)
+    else:
+        _write_csv(path, split, predicted, is_for_excel)
+
+
+def _renamed(predicted: dict[str, list], columns: list[str]) -> dict[str, list]:
+    """
+    The predictions, under names that no column of the rows has.
+
+    Columns of the rows keep their names, also those that an earlier `predict` has left.
+    """
+    taken = {*columns, *predicted}
+    renamed = {}
     for name, values in predicted.items():
         new = name
-        while new in split.columns or new in renamed or (new != name and new in taken):
+        while new in columns or new in renamed or (new != name and new in taken):
             new += " (predicted)"
         renamed[new] = values
-    predicted = renamed
-    kept = split.columns if path.suffix == ".parquet" else _columns_without_bytes(split)
-    new_cells = zip(*predicted.values(), strict=True) if predicted else itertools.repeat(())
-    if path.suffix == ".jsonl":
-        with path.open("w", encoding="utf-8") as file:
-            kept_names = set(kept)
-            for row, more in zip(split.rows, new_cells, strict=False):
-                cells = {name: cell for name, cell in row.cells.items() if name in kept_names}
-                file.write(f"{_as_json({**cells, **dict(zip(predicted, more, strict=True))})}\n")
-    elif path.suffix == ".parquet":
-        with _one_kind_a_column(split):
-            columns = {name: [row.cells.get(name) for row in split.rows] for name in split.columns}
-            pq.write_table(pa.table({**columns, **predicted}), path)
-    else:
-        with path.open("w", encoding="utf-8-sig" if is_for_excel else "utf-8", newline="") as file:
-            writer = csv.writer(file, delimiter=";" if is_for_excel else ",")
-            rows = ([*map(row.cells.get, kept), *more] for row, more in zip(split.rows, new_cells, strict=False))
-            for row in itertools.chain([[*kept, *predicted]], rows):
-                cells = [_as_json(cell) if isinstance(cell, list | dict) else cell for cell in row]
-                writer.writerow([_excel_cell(cell) for cell in cells] if is_for_excel else cells)
+    return renamed
+
+
+def _new_cells(predicted: dict[str, list], count: int) -> list[tuple]:
+    """The cells that each of `count` rows gets, in the order of the columns."""
+    return list(zip(*predicted.values(), strict=True)) if predicted else [()] * count
+
+
+def _write_jsonl(path, split, predicted) -> None:
+    kept = set(_columns_without_bytes(split))
+    with path.open("w", encoding="utf-8") as file:
+        for row, new in zip(split.rows, _new_cells(predicted, len(split.rows)), strict=True):
+            cells = {name: cell for name, cell in row.cells.items() if name in kept}
+            cells.update(zip(predicted, new, strict=True))
+            file.write(f"{_as_json(cells)}\n")
+
+
+def _write_csv(path, split, predicted, is_for_excel) -> None:
+    kept = _columns_without_bytes(split)
+    with path.open("w", encoding="utf-8-sig" if is_for_excel else "utf-8", newline="") as file:
+        writer = csv.writer(file, delimiter=";" if is_for_excel else ",")
+        writer.writerow(_csv_cells([*kept, *predicted], is_for_excel))
+        for row, new in zip(split.rows, _new_cells(predicted, len(split.rows)), strict=True):
+            of_row = [row.cells.get(name) for name in kept]
+            writer.writerow(_csv_cells([*of_row, *new], is_for_excel))
+
+
+def _csv_cells(cells: list, is_for_excel: bool) -> list:
+    """Cells as a CSV file has them, which has no form for lists and dicts."""
+    shown = [_as_json(cell) if isinstance(cell, list | dict) else cell for cell in cells]
+    return [_excel_cell(cell) for cell in shown] if is_for_excel else shown
 
 
 def _as_json(value):

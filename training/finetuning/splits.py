@@ -10,15 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from d2l_bert import folders
-from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, refuse_first
+from d2l_bert.messages import READ_ERRORS, UserError, counted, explained
 from d2l_bert.tokenization import tables
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.rows import SPLITS, Row, Split, _read_dataset, read_file
+from d2l_bert.training.finetuning.rows import SPLITS, Row, Split, read_dataset, read_file
 from d2l_bert.training.finetuning.tasks import Task
 
 
 logger = logging.getLogger(__name__)
-
 
 # The share of the training rows that is held out where there are no validation rows and no `validation_share`.
 HELD_OUT = 0.1
@@ -34,47 +33,35 @@ def load_splits(config: FinetuneConfig, task: Task) -> dict[str, Split]:
     Raises:
         UserError: a file or dataset cannot be read, or has rows that the task cannot use. Nothing was written.
     """
-    splits, memory = {}, tables.Memory()
+    splits = _read_splits(config, task)
+    task.find_columns(splits["train"].columns)
+    for name, split in splits.items():
+        splits[name] = _as_the_task_reads(name, split, task)
+    if "validation" not in splits and config.validates():
+        splits["train"], splits["validation"] = hold_out(splits["train"], task)
+        splits = {name: splits[name] for name in SPLITS if name in splits}
+    trained = {row.texts for row in splits["train"].rows}
+    for name in list(splits)[1:]:
+        split = splits[name]
+        shared = sum(row.texts in trained for row in split.rows)
+        if shared:
+            logger.info(f"{name}: {shared:,} of {len(split.rows):,} rows have the texts of a training row")
+        splits[name] = replace(split, shared=shared)
+    return splits
+
+
+def _read_splits(config, task) -> dict[str, Split]:
+    """The rows of files and of a dataset, none of them looked at; in the order of `SPLITS`."""
+    found = {}
+    memory = tables.Memory()
     for split in SPLITS:
         if file := getattr(config, f"{split}_file"):
             columns = _needed_columns(file, split, task, config)
-            splits[split] = read_file(file, f"{split}_file", config.separator, columns=columns, memory=memory)
-    tables.check_separator(config.separator, [Path(getattr(config, f"{split}_file")) for split in splits])
+            found[split] = read_file(file, f"{split}_file", config.separator, columns=columns, memory=memory)
+    tables.check_separator(config.separator, [Path(getattr(config, f"{split}_file")) for split in found])
     if config.dataset_name() is not None:
-        splits |= _read_dataset(config.dataset_name(), config, splits, memory)
-    splits = {split: splits[split] for split in SPLITS if split in splits}
-    task.find_columns(splits["train"].columns)
-    for name, split in splits.items():
-        task.check_columns(split.label, split.columns, has_labels=name != "test")
-        # In the data sets known by name, in a column of `ClassLabel` and where all rows have it, -1 is no label.
-        for column in task.columns["label_column"] if split.is_dataset else []:
-            missing = [row.cells for row in split.rows if row.cells.get(column) == -1]
-            if config.named or column in split.class_names or len(missing) == len(split.rows):
-                for cells in missing:
-                    cells[column] = None
-        split.rows = usable(split, task.read)
-        # A row without a label is labelled where each label has a column of 0 and 1.
-        split.is_labelled = any(
-            row.label is not None and (row.label != [] or task.columns["label_column"][1:]) for row in split.rows
-        )
-        refuse_first(
-            {
-                f"{split.label}: column {task.label!r:.100} is empty; the {name} rows need labels": (
-                    name != "test" and not split.is_labelled
-                )
-            }
-        )
-        if name == "train":
-            task.learn(split)
-        split.rows = usable(split, task.checked)
-    if "validation" not in splits and config.validates():
-        splits = {**hold_out(splits.pop("train"), task), **splits}
-    trained = {row.texts for row in splits["train"].rows}
-    for name, split in list(splits.items())[1:]:
-        split.shared = sum(row.texts in trained for row in split.rows)
-        if split.shared:
-            logger.info(f"{name}: {split.shared:,} of {len(split.rows):,} rows have the texts of a training row")
-    return splits
+        found |= read_dataset(config.dataset_name(), config, found, memory)
+    return {split: found[split] for split in SPLITS if split in found}
 
 
 def _needed_columns(file: str, split: str, task: Task, config: FinetuneConfig) -> list[str] | None:
@@ -102,6 +89,49 @@ def _needed_columns(file: str, split: str, task: Task, config: FinetuneConfig) -
     return [column for column in names if column in needed]
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows as the task reads them
+
+
+def _as_the_task_reads(name: str, split: Split, task: Task) -> Split:
+    """
+    The split with texts and labels in its rows; of the training rows, the task learns what the labels are.
+
+    Raises:
+        UserError: a column is missing, or rows cannot be used, or other rows than those to test lack labels.
+    """
+    task.check_columns(split.label, split.columns, has_labels=name != "test")
+    _empty_missing_labels(split, task)
+    read = replace(split, rows=usable(split, task.read))
+    read = replace(read, is_labelled=_has_labels(read, task))
+    if name != "test" and not read.is_labelled:
+        raise UserError(f"{split.label}: column {task.label!r:.100} is empty; the {name} rows need labels")
+    if name == "train":
+        task.learn(read)
+    return replace(read, rows=usable(read, task.checked))
+
+
+def _empty_missing_labels(split: Split, task: Task) -> None:
+    """
+    Empty the cells of a dataset where -1 stands for no label.
+
+    It does in the data sets known by name, in a column of `ClassLabel` and where all rows have it.
+    """
+    if not split.is_dataset:
+        return
+    for column in task.columns["label_column"]:
+        missing = [row for row in split.rows if row.cells.get(column) == -1]
+        if task.config.named or column in split.class_names or len(missing) == len(split.rows):
+            for row in missing:
+                row.cells[column] = None
+
+
+def _has_labels(split: Split, task: Task) -> bool:
+    """Whether a row has a label. Where each label has a column of 0 and 1, a row of zeros has been labelled, too."""
+    has_columns = len(task.columns["label_column"]) > 1
+    return any(row.label is not None and (row.label != [] or has_columns) for row in split.rows)
+
+
 def usable(split: Split, read: Callable[[Row, Split], Row]) -> list[Row]:
     """
     What `read` makes of each row; it gets the split, too.
@@ -111,7 +141,8 @@ def usable(split: Split, read: Callable[[Row, Split], Row]) -> list[Row]:
     Raises:
         UserError: a row of a file cannot be used, or no row of a dataset can.
     """
-    kept, wrong = [], []
+    kept = []
+    wrong = []
     for row in split.rows:
         try:
             kept.append(read(row, split))
@@ -124,51 +155,71 @@ def usable(split: Split, read: Callable[[Row, Split], Row]) -> list[Row]:
     return kept
 
 
-def hold_out(train: Split, task: Task) -> dict[str, Split]:
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows held out
+
+
+def hold_out(rows: Split, task: Task) -> tuple[Split, Split]:
     """
     Split rows into training and validation rows, at random by the seed. Rows with the same texts stay together.
 
-    Of the texts of each class the share is held out, at least one if the share is as many as there are classes, and at
-    least one stays. A text of several classes, or of words of several, counts for the rarest.
+    Returns:
+        The training rows, and the validation rows.
 
     Raises:
         UserError: there are too few rows.
     """
-    seed, share = task.config.seed, task.config.validation_share or HELD_OUT
-    classes = {}
-    for row in train.rows:
+    seed = task.config.seed
+    share = task.config.validation_share or HELD_OUT
+    classes = {}  # by the texts of a row
+    for row in rows.rows:
         classes.setdefault(row.texts, set()).update(task.names_of(row))
-    different, counts = list(classes), Counter(itertools.chain(*classes.values()))
-    by_class, chosen = {}, set()
-    for number in np.random.default_rng(seed).permutation(len(different)):
-        rarest = min(classes[different[number]], key=lambda name: (counts[name], name), default=None)
-        by_class.setdefault(rarest, []).append(different[number])
-    drawn = max(1.0, share * len(different))
-    least, owed = int(drawn >= len(by_class)), 0.0
-    for texts in sorted(by_class.values(), key=len, reverse=True):
-        owed += drawn * len(texts) / len(different)
-        number = min(max(least, round(owed)), len(texts) - 1)
-        owed -= number
-        chosen |= set(texts[:number])
-    refuse_first(
-        {
-            f"{train.label}: has too few different texts to hold out some for validation; give --validation_file, or "
-            f"--validation_share 0": not chosen
-        }
-    )
+    drawn = draw_texts(classes, share, seed)
+    if not drawn:
+        raise UserError(
+            f"{rows.label}: has too few different texts to hold out some for validation; give --validation_file, or "
+            f"--validation_share 0"
+        )
+    train = replace(rows, rows=[row for row in rows.rows if row.texts not in drawn])
     validation = replace(
-        train,
-        rows=[row for row in train.rows if row.texts in chosen],
+        rows,
+        rows=[row for row in rows.rows if row.texts in drawn],
         held_out=share,
-        label=f"{train.label}, rows held out",
-        name=f"{train.name} (held out)",
+        label=f"{rows.label}, rows held out",
+        name=f"{rows.name} (held out)",
     )
     logger.info(
         f"no validation rows were given: {len(validation.rows):,} of the training rows (of each class "
         f"{share:.3g}, drawn by seed {seed}) are held out to choose the checkpoint, and not trained on; "
         f"--validation_share 0 holds out none"
     )
-    return {
-        "train": replace(train, rows=[row for row in train.rows if row.texts not in chosen]),
-        "validation": validation,
-    }
+    return train, validation
+
+
+def draw_texts(classes: dict[tuple, set[str]], share: float, seed: int) -> set[tuple]:
+    """
+    Draw a share of the texts of each class, at random by a seed.
+
+    Of each class at least one is drawn if the share is as many as there are classes, and at least one stays. A text
+    of several classes, or of words of several, counts for the rarest.
+
+    Args:
+        classes: by the texts of a row, the names of its classes; of a task without classes none.
+    """
+    different = list(classes)
+    counts = Counter(itertools.chain(*classes.values()))
+    by_class = {}
+    for number in np.random.default_rng(seed).permutation(len(different)):
+        texts = different[number]
+        rarest = min(classes[texts], key=lambda name: (counts[name], name), default=None)
+        by_class.setdefault(rarest, []).append(texts)
+    wanted = max(1.0, share * len(different))
+    least = int(wanted >= len(by_class))
+    drawn = set()
+    owed = 0.0  # what rounding has left over, for the next class
+    for texts in sorted(by_class.values(), key=len, reverse=True):
+        owed += wanted * len(texts) / len(different)
+        number = min(max(least, round(owed)), len(texts) - 1)
+        owed -= number
+        drawn.update(texts[:number])
+    return drawn

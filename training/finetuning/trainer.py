@@ -12,11 +12,13 @@ from accelerate.state import AcceleratorState
 
 from d2l_bert import folders
 from d2l_bert.messages import UserError
-from d2l_bert.model_cards.figures import shown_metric
 from d2l_bert.modeling import conversion
 from d2l_bert.records import read_record
 from d2l_bert.training.checkpoint import WEIGHTS_FILE, check_hashes, checkpoints, delete, hashes_of, versions
-from d2l_bert.training.finetuning.metrics import LOWER_IS_BETTER
+from d2l_bert.training.finetuning.config import FinetuneConfig
+from d2l_bert.training.finetuning.features import Features
+from d2l_bert.training.finetuning.metrics import LOWER_IS_BETTER, shown
+from d2l_bert.training.finetuning.rows import Split
 from d2l_bert.training.finetuning.tasks import Task
 
 
@@ -68,7 +70,17 @@ def default_rate(hidden_size: int) -> float:
     BERT's authors tried 2e-5 to 5e-5 for BERT-base and larger (Devlin et al., 2018, appendix A.3), and 3e-5 to 3e-4
     for the miniatures (https://github.com/google-research/bert); Mosbach et al. (2021) advise 2e-5 with warm-up.
     """
-    return next((rate for size, rate in ((256, 3e-4), (512, 1e-4), (768, 5e-5)) if hidden_size < size), 2e-5)
+    for size, rate in ((256, 3e-4), (512, 1e-4), (768, 5e-5)):
+        if hidden_size < size:
+            return rate
+    return 2e-5
+
+
+def warmup_steps(config: FinetuneConfig) -> float:
+    """The steps of the warm-up; below 1 a share of all steps."""
+    if config.warmup_steps is not None:
+        return config.warmup_steps
+    return 0.1 if config.warmup_ratio is None else config.warmup_ratio
 
 
 def make_arguments(task: Task, folder: Path, rate: float, seed: int, processes: int) -> transformers.TrainingArguments:
@@ -80,7 +92,8 @@ def make_arguments(task: Task, folder: Path, rate: float, seed: int, processes: 
         rate, seed: of this model.
         processes: how many processes train.
     """
-    config, metric = task.config, task.metric()
+    config = task.config
+    metric = task.metric()
     strategy = "steps" if config.eval_steps else "epoch"
     arguments = transformers.TrainingArguments(
         **{name: getattr(config, name) for name in AS_GIVEN},
@@ -90,8 +103,7 @@ def make_arguments(task: Task, folder: Path, rate: float, seed: int, processes: 
         num_train_epochs=config.num_train_epochs or 4.0,
         max_steps=config.max_steps or -1,
         learning_rate=rate,
-        # Below 1 a share of the steps.
-        warmup_steps=next(n for n in (config.warmup_steps, config.warmup_ratio, 0.1) if n is not None),
+        warmup_steps=warmup_steps(config),
         seed=seed,
         data_seed=seed,
         use_cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()),
@@ -139,9 +151,11 @@ class TaskTrainer(transformers.Trainer):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.accelerator.gradient_state.end_of_dataloader:
             # Accelerate fills the last batches with rows of the epoch's beginning: these do not count.
-            together = self.args.train_batch_size * self.args.world_size
-            left = len(self.train_dataset) % together or together
-            batches[-1]["labels"][max(0, left - self.args.train_batch_size * self.args.process_index) :] = -100
+            of_process = self.args.train_batch_size
+            of_all = of_process * self.args.world_size
+            left = len(self.train_dataset) % of_all or of_all
+            own = max(0, left - of_process * self.args.process_index)
+            batches[-1]["labels"][own:] = -100
         count = sum((batch["labels"] != -100).sum() for batch in batches)
         return batches, self.accelerator.reduce(count.to(device))
 
@@ -154,22 +168,25 @@ class TaskTrainer(transformers.Trainer):
         return (loss, {"logits": logits}) if return_outputs else loss
 
 
-def predict(task, model, arguments: transformers.TrainingArguments, tokenizer, split):
+def predict(task: Task, model, arguments: transformers.TrainingArguments, tokenizer, inputs: list[dict]):
     """
-    What `Trainer.predict` gives for the features of a split.
+    What `Trainer.predict` gives for the inputs of a split.
 
     Computed in float32 after a training in bf16 or fp16, too, as users of the finished model load it.
     """
     AcceleratorState._reset_state()  # the training may have had another precision
-    arguments.mixed_precision, arguments.report_to = "no", []  # a tracker would begin a run of its own
-    return TaskTrainer(task, model, arguments, tokenizer, eval_dataset=[]).predict(split.features)
+    arguments.mixed_precision = "no"
+    arguments.report_to = []  # a tracker would begin a run of its own
+    return TaskTrainer(task, model, arguments, tokenizer, eval_dataset=[]).predict(inputs)
 
 
-def figures(task: Task, split, output) -> dict[str, float]:
+def figures(task: Task, split: Split, features: Features, output) -> dict[str, float]:
     """The mean loss over the labels of a split, in float64, and the task's metrics; `output` is that of `Trainer`."""
-    logits, labels = torch.from_numpy(output.predictions).double(), torch.from_numpy(output.label_ids)
+    logits = torch.from_numpy(output.predictions).double()
+    labels = torch.from_numpy(output.label_ids)
     loss = task.loss(logits, labels) / (labels != -100).sum()
-    return {"loss": loss.item(), **task.metrics(split, task.rescaled(output.predictions))}
+    outputs = task.row_outputs(split, features.windows, task.rescaled(output.predictions))
+    return {"loss": loss.item(), **task.metrics(split, outputs)}
 
 
 class Bar(transformers.ProgressCallback):
@@ -203,15 +220,17 @@ class Checkpoints(transformers.TrainerCallback):
             state.best_model_checkpoint = str(Path(args.output_dir, f"checkpoint-{state.best_global_step}"))
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        name, loss = args.metric_for_best_model.removeprefix("eval_"), metrics["eval_loss"]
-        value, losses = metrics[f"eval_{name}"], {row["step"]: row.get("eval_loss") for row in state.log_history}
+        name = args.metric_for_best_model.removeprefix("eval_")
+        value = metrics[f"eval_{name}"]
+        loss = metrics["eval_loss"]
+        losses = {row["step"]: row.get("eval_loss") for row in state.log_history}
         if value == state.best_metric and loss < losses[state.best_global_step]:
             state.best_metric = None  # Trainer compares after this, and takes the first value for the best
-        chooses = f", {name} {shown_metric(name, value)}" if name != "loss" else ""
+        chooses = f", {name} {shown(name, value)}" if name != "loss" else ""
+        left = self.seconds() * (state.max_steps / state.global_step - 1)
         logger.info(
             f"{args.run_name}: epoch {state.epoch:.3g}, step {state.global_step}/{state.max_steps}: "
-            f"validation loss {loss:.4f}{chooses}; "
-            f"{datetime.timedelta(seconds=round(self.seconds() * (state.max_steps / state.global_step - 1)))} left"
+            f"validation loss {loss:.4f}{chooses}; {datetime.timedelta(seconds=round(left))} left"
         )
 
     def on_save(self, args, state, control, **kwargs):
@@ -231,7 +250,8 @@ def last_checkpoint(folder: Path) -> tuple[str | None, float]:
 
     Later ones, which the training makes again, are deleted. Of damaged ones a warning is logged.
     """
-    paths, damaged = checkpoints(folder), False
+    paths = checkpoints(folder)
+    damaged = False
     while paths:
         path = paths[-1]
         try:
