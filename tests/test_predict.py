@@ -241,7 +241,7 @@ def test_a_file_of_empty_texts_is_refused(classifier, tmp_path, fails):
 def test_a_table_that_cannot_be_written_is_refused_before_anything_is_predicted(
     value, classifier, tmp_path, fails, monkeypatch
 ):
-    monkeypatch.setattr("d2l_bert.training.finetuning.trainer.predict", pytest.fail)
+    monkeypatch.setattr("d2l_bert.training.finetuning.predict.outputs_of", pytest.fail)
     rows = [{"text": "Then Anna sold it.", "x": {} if value == {} else 1}, {"text": "Then Boris.", "x": value}]
     file = write_table(tmp_path / "rows.jsonl", rows)
     line = fails("predict", classifier, file, f"--output={tmp_path / 'out.parquet'}")

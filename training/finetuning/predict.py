@@ -12,11 +12,10 @@ from d2l_bert.modeling import conversion, loading
 from d2l_bert.modeling.records import RunRecord
 from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.sources import STDIN
-from d2l_bert.training import devices
-from d2l_bert.training.finetuning import trainer
 from d2l_bert.training.finetuning.all_tasks import CLASSES
 from d2l_bert.training.finetuning.cells import EmptyText
 from d2l_bert.training.finetuning.config import TASKS, FinetuneConfig, PredictConfig
+from d2l_bert.training.finetuning.outputs import outputs_of
 from d2l_bert.training.finetuning.rows import Row, Split, check_writable, read_file, write_predictions
 from d2l_bert.training.finetuning.tasks import Task
 
@@ -55,10 +54,8 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
         model, tokenizer, _ = loading.load_pretrained(getattr(transformers, task.auto_class), name)
         check_model(name, record, task, model, tokenizer)
         features = task.features(read, tokenizer, record["max_seq_length"])
-        with devices.restore_host_settings():
-            arguments = trainer.make_arguments(task, Path(scratch), rate=1.0, seed=0, processes=1)
-            # As they are: a finished model predicts in the units of the labels.
-            logits = trainer.predict(task, model, arguments, tokenizer, features.inputs).predictions
+        # As they are: a finished model predicts in the units of the labels.
+        logits = outputs_of(task, model, tokenizer, features.inputs, config.per_device_eval_batch_size).logits
         predicted = task.predictions(read, task.row_outputs(read, features.windows, logits))
         if len(read.rows) < len(given.rows):
             predicted = spread(predicted, read, given)

@@ -20,6 +20,7 @@ from d2l_bert.training.checkpoint import WEIGHTS_FILE, check_hashes, checkpoints
 from d2l_bert.training.finetuning import metrics, models, trainer
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.folder import MODEL_FOLDER, write_folder
+from d2l_bert.training.finetuning.outputs import Outputs, figures_of, outputs_of
 from d2l_bert.training.finetuning.plan import Attempt, Outcome, Plan, Result, attempt_of, make_plan, repository_of
 from d2l_bert.training.finetuning.record import make_record
 
@@ -124,7 +125,7 @@ def result_of(plan: Plan, attempt: Attempt) -> Result:
         plan.start.tokenizer,
         train_dataset=plan.features["train"].inputs,
         eval_dataset=plan.features["validation"].inputs if "validation" in plan.features else None,
-        compute_metrics=lambda output: figures_of(plan, "validation", output),
+        compute_metrics=lambda found: measure(plan, "validation", Outputs(found.predictions, found.label_ids)),
         callbacks=callbacks_of(plan.config, callback),
     )
     if checkpoint is not None:
@@ -143,7 +144,7 @@ def result_of(plan: Plan, attempt: Attempt) -> Result:
     model = training.accelerator.unwrap_model(training.model, keep_fp32_wrapper=False)
     if all(parameter.isfinite().all() for parameter in model.parameters()):
         for name in plan.measured():
-            result[name] = figures_of(plan, name, predict(plan, attempt, model, name))
+            result[name] = measure(plan, name, predict(plan, model, name))
     else:
         model = None
         result["diverged"] = True
@@ -162,15 +163,15 @@ def callbacks_of(config: FinetuneConfig, checkpoints: trainer.Checkpoints) -> li
     return callbacks
 
 
-def predict(plan: Plan, attempt: Attempt, model, split: str):
-    """What `Trainer.predict` gives for the rows of a split."""
+def predict(plan: Plan, model, split: str) -> Outputs:
+    """The outputs of a model for the rows of a split, in float32 also after a training in bf16 or fp16."""
     inputs = plan.features[split].inputs
-    return trainer.predict(plan.task, model, plan.arguments(attempt), plan.start.tokenizer, inputs)
+    return outputs_of(plan.task, model, plan.start.tokenizer, inputs, plan.config.per_device_eval_batch_size)
 
 
-def figures_of(plan: Plan, split: str, output) -> dict[str, float]:
-    """The loss and the metrics of a split; `output` is that of `Trainer`."""
-    return trainer.figures(plan.task, plan.splits[split], plan.features[split], output)
+def measure(plan: Plan, split: str, outputs: Outputs) -> dict[str, float]:
+    """The loss and the metrics of a split."""
+    return figures_of(plan.task, plan.splits[split], plan.features[split], outputs)
 
 
 def _keep(folder, model, result) -> Result:
@@ -258,11 +259,12 @@ def finish(plan: Plan, record: dict, outcome: Outcome) -> str:
     saved = plan.folder_of(best) / MODEL_FOLDER
     with messages.reading_model(str(saved)):
         model = getattr(transformers, plan.task.auto_class).from_pretrained(saved, trust_remote_code=False)
+    model.config.use_cache = False  # as Trainer leaves the configuration of a model that it has trained
     outputs = {}
     for name in ("test", "validation"):
         is_in_table = name == "test" and name in plan.splits
         if not is_in_table and name != plan.reported():
             continue
-        logits = plan.task.rescaled(predict(plan, best, model, name).predictions)
+        logits = plan.task.rescaled(predict(plan, model, name).logits)
         outputs[name] = plan.task.row_outputs(plan.splits[name], plan.features[name].windows, logits)
     return devices.on_main(write_folder, plan, record, model, outputs, outcome)

@@ -8,17 +8,14 @@ from typing import NotRequired, TypedDict
 
 import torch
 import transformers
-from accelerate.state import AcceleratorState
 
 from d2l_bert import folders
 from d2l_bert.messages import UserError
-from d2l_bert.modeling import conversion
 from d2l_bert.records import read_record
 from d2l_bert.training.checkpoint import WEIGHTS_FILE, check_hashes, checkpoints, delete, hashes_of, versions
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.features import Features
 from d2l_bert.training.finetuning.metrics import LOWER_IS_BETTER, shown
-from d2l_bert.training.finetuning.rows import Split
+from d2l_bert.training.finetuning.outputs import make_collator
 from d2l_bert.training.finetuning.tasks import Task
 
 
@@ -139,10 +136,7 @@ class TaskTrainer(transformers.Trainer):
     loss_is_scaled_for_ga = True
 
     def __init__(self, task: Task, model, arguments: transformers.TrainingArguments, tokenizer, **options):
-        # Rows are padded to a multiple of 8, as GPUs want them, unless the last one is beyond the model's positions.
-        multiple = 8 if conversion.longest_input(model, tokenizer) % 8 == 0 else None  # without a limit, too
-        collator = task.collator(tokenizer, pad_to_multiple_of=multiple)
-        super().__init__(model, arguments, data_collator=collator, **options)
+        super().__init__(model, arguments, data_collator=make_collator(task, model, tokenizer), **options)
         self.task = task
         self.remove_callback(transformers.PrinterCallback)  # which Trainer adds where it has no bar
 
@@ -166,27 +160,6 @@ class TaskTrainer(transformers.Trainer):
         # The processes' gradients are averaged, and are to be added up.
         loss = self.task.loss(logits, labels) * self.args.world_size / (num_items_in_batch or 1)
         return (loss, {"logits": logits}) if return_outputs else loss
-
-
-def predict(task: Task, model, arguments: transformers.TrainingArguments, tokenizer, inputs: list[dict]):
-    """
-    What `Trainer.predict` gives for the inputs of a split.
-
-    Computed in float32 after a training in bf16 or fp16, too, as users of the finished model load it.
-    """
-    AcceleratorState._reset_state()  # the training may have had another precision
-    arguments.mixed_precision = "no"
-    arguments.report_to = []  # a tracker would begin a run of its own
-    return TaskTrainer(task, model, arguments, tokenizer, eval_dataset=[]).predict(inputs)
-
-
-def figures(task: Task, split: Split, features: Features, output) -> dict[str, float]:
-    """The mean loss over the labels of a split, in float64, and the task's metrics; `output` is that of `Trainer`."""
-    logits = torch.from_numpy(output.predictions).double()
-    labels = torch.from_numpy(output.label_ids)
-    loss = task.loss(logits, labels) / (labels != -100).sum()
-    outputs = task.row_outputs(split, features.windows, task.rescaled(output.predictions))
-    return {"loss": loss.item(), **task.metrics(split, outputs)}
 
 
 class Bar(transformers.ProgressCallback):
