@@ -50,7 +50,8 @@ def sample_sentences(
 
     sample = list(part.sample(prepare.SAMPLED_CHARACTERS))
     order = np.random.default_rng(held_out.HELD_OUT_SEED).permutation(len(sample)).tolist()
-    return list(itertools.islice(filter(fits, (sample[number] for number in order)), most))
+    fitting = (sample[number] for number in order if fits(sample[number]))
+    return list(itertools.islice(fitting, most))
 
 
 def run_of(model: MaskedModel, config: EvaluateConfig) -> PretrainConfig:
@@ -65,17 +66,11 @@ def run_of(model: MaskedModel, config: EvaluateConfig) -> PretrainConfig:
             has fewer positions than `max_seq_length`, or no head for `objective`; or `masking` needs the pieces of
             words that this tokenizer does not mark.
     """
-    groups = {field.name: field.metadata["group"] for field in dataclasses.fields(PretrainConfig)}
-    recorded = model.record.get("run", {}).items()
-    run = PretrainConfig(**{name: value for name, value in recorded if groups.get(name) in (TEXT, BATCHES)})
-    with messages.explained(f"{model.name}: run_config.json", "", messages.UserError):
-        run.check_values()
-        share = run.mlm_probabilities()[1]
-        if not 0 < share <= 1:
-            raise messages.UserError(f"mlm_probability must be a number in (0, 1], got {share}")
-    run = dataclasses.replace(run, mlm_probability=share)
-    given = {name: getattr(config, name) for name in ROW_OPTIONS}
-    run = dataclasses.replace(run, **{name: value for name, value in given.items() if value is not None})
+    run = recorded_options(model)
+    for name in ROW_OPTIONS:
+        given = getattr(config, name)
+        if given is not None:
+            run = dataclasses.replace(run, **{name: given})
     tokenizer = model.tokenizer
     if None in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id):
         raise messages.UserError(
@@ -101,6 +96,28 @@ def run_of(model: MaskedModel, config: EvaluateConfig) -> PretrainConfig:
         max_seq_length=min(run.max_seq_length, model.most_positions),
         max_eval_pairs=run.max_eval_pairs if config.held_out else config.max_eval_pairs,
     )
+
+
+def recorded_options(model: MaskedModel) -> PretrainConfig:
+    """
+    The options of text and rows of a model's run, by its `run_config.json`, else the defaults; `mlm_probability` is
+    the share at the end of the run.
+
+    Raises:
+        UserError: the record has a value that its option cannot have.
+    """
+    recorded = {}
+    for field in dataclasses.fields(PretrainConfig):
+        options = model.record.get("run", {})
+        if field.name in options and field.metadata["group"] in (TEXT, BATCHES):
+            recorded[field.name] = options[field.name]
+    run = PretrainConfig(**recorded)
+    with messages.explained(f"{model.name}: run_config.json", "", messages.UserError):
+        run.check_values()
+        share = run.mlm_probabilities()[1]
+        if not 0 < share <= 1:
+            raise messages.UserError(f"mlm_probability must be a number in (0, 1], got {share}")
+    return dataclasses.replace(run, mlm_probability=share)
 
 
 def rows_of_all(models: Sequence[MaskedModel], config: EvaluateConfig) -> PretrainConfig:
@@ -141,10 +158,11 @@ def read_text(config: EvaluateConfig, model: MaskedModel) -> tuple[str, text_sto
         UserError: a source cannot be read, or there is too little text.
     """
     default = EvaluateConfig()
-    names = [field.name for field in dataclasses.fields(SourceConfig)]
-    given = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
     run = run_of(model, config) if config.held_out else PretrainConfig(dataset_split=config.dataset_split)
-    run = dataclasses.replace(run, **given)
+    for field in dataclasses.fields(SourceConfig):
+        given = getattr(config, field.name)
+        if given != getattr(default, field.name):
+            run = dataclasses.replace(run, **{field.name: given})
     sources = prepare.open_sources(config.corpus, config.dataset, run.dataset_split, run, run.max_documents)
     name, store = prepare.read_sources(sources, run.language)
     if not len(store):
@@ -196,26 +214,25 @@ def evaluate_text(
             f"{name}: no pair for {task.short} in this text, as where each document has one sentence; evaluated are "
             f"single segments (--objective none)"
         )
-        task, rows = None, rows_for(None)
+        task = None
+        rows = rows_for(None)
     with messages.explained(model.name, "", messages.UserError):
         rows.first_with_target()  # raises if there is no row, or no token to predict
-    batches = messages.with_progress(
-        rows,
-        f"{model.name} on {name}",
-        sum(map(len, rows.parts())),
-        lambda batch: len(batch["input_ids"]) * accelerator.num_processes,
-        "row",
-    )
+
+    def rows_of_all_processes(batch):
+        return len(batch["input_ids"]) * accelerator.num_processes
+
+    count = sum(len(each) for each in rows.parts())
+    batches = messages.with_progress(rows, f"{model.name} on {name}", count, rows_of_all_processes, "row")
     counts = held_out.held_out_counts(model, batches, accelerator.device, top_5=True)
     metrics = held_out.held_out_metrics(accelerator.reduce(counts, "sum"), task) | rows.one_segment_accuracy()
-    return {
-        **{name.removeprefix("eval_"): value for name, value in metrics.items()},
-        "pair_task": task.key if task else None,
-        "pair_head": model.task.key if model.task else None,
-        "tokens": len(tokens.ids),
-        "documents": len(tokens),
-        "unknown_share": account.unknown_share(model.tokenizer, part.sample(prepare.SAMPLED_CHARACTERS)),
-    }
+    figures = {name.removeprefix("eval_"): value for name, value in metrics.items()}
+    figures["pair_task"] = task.key if task else None
+    figures["pair_head"] = model.task.key if model.task else None
+    figures["tokens"] = len(tokens.ids)
+    figures["documents"] = len(tokens)
+    figures["unknown_share"] = account.unknown_share(model.tokenizer, part.sample(prepare.SAMPLED_CHARACTERS))
+    return figures
 
 
 def _tokens(model, name, part, config):
@@ -279,10 +296,12 @@ def pseudo_perplexity(
         `pppl_sentences`, `pppl_words` and `pppl_tokens`. Every process gets the same figures.
     """
     encoded = encode(model, sentences, config.score, whole_words=True)
-    words, title = int(encoded.known_words.sum()), f"{model.name}: pseudo-perplexity"
-    total = float(pseudo_log_likelihoods(model, encoded, config, accelerator, title).sum())
+    scores = pseudo_log_likelihoods(model, encoded, config, accelerator, f"{model.name}: pseudo-perplexity")
+    total = float(scores.sum())
+    words = int(encoded.known_words.sum())
+    loss = -total / words
     return {
-        "pseudo_perplexity": math.exp(-total / words) if -total / words < held_out.MAX_LOSS else math.inf,
+        "pseudo_perplexity": math.exp(loss) if loss < held_out.MAX_LOSS else math.inf,
         "pppl_log_likelihood": total,
         "pppl_sentences": len(sentences),
         "pppl_words": words,
