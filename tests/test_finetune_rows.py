@@ -402,18 +402,18 @@ def test_the_first_piece_of_a_word_has_the_label_and_every_word_is_in_one_window
     # A word of several pieces, also where a window ends.
     rows = [*tag_rows(5, 0), {"tokens": ["gardenwalkers"] * len(tags), "ner_tags": tags}]
     task, split, features = made(write_table(tmp_path / "rows.jsonl", rows), "tags", tokenizer, 33)
-    sources = [window.source for window in features.windows]
-    assert sources.count(5) > 2 and "1 (16.7%) are longer than 33 tokens" in features.note
+    numbers = [window.row for window in features.windows]
+    assert numbers.count(5) > 2 and "1 (16.7%) are longer than 33 tokens" in features.note
     found = [[] for _ in rows]
-    for source, row in zip(sources, features.inputs, strict=True):
+    for number, row in zip(numbers, features.inputs, strict=True):
         assert len(row["input_ids"]) == len(row["labels"]) <= 33
         tokens = tokenizer.convert_ids_to_tokens(row["input_ids"])
-        assert tokens[0] == "[CLS]" and tokens[-1] == "[SEP]" and (source < 5 or -100 in row["labels"][1:-1])
+        assert tokens[0] == "[CLS]" and tokens[-1] == "[SEP]" and (number < 5 or -100 in row["labels"][1:-1])
         for token, label in zip(tokens, row["labels"], strict=True):
             # The tokens that begin no word have no label, all others have one.
             assert (label == -100) == (token in ("[CLS]", "[SEP]") or token.startswith("##"))
             if label != -100:
-                found[source].append(task.classes[label])
+                found[number].append(task.classes[label])
     assert found == [row["ner_tags"] for row in rows]
     # Scores that say the labels give the labels back; padded by -100 as Trainer does.
     logits = np.full((len(features.inputs), 40, len(task.classes)), -100.0)
@@ -449,7 +449,7 @@ def test_the_windows_of_a_context_overlap_and_carry_the_answer(long_answers, tok
     with_answer = set()
     for number, (_, _, (_, context), gold) in enumerate(split.rows):
         all_windows = zip(features.windows, features.inputs, strict=True)
-        mine = [(window, inputs) for window, inputs in all_windows if window.source == number]
+        mine = [(window, inputs) for window, inputs in all_windows if window.row == number]
         pieces = tokenizer(context, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         seen = [list(map(tuple, window.places.tolist())) for window, _ in mine]
         assert set(itertools.chain(*seen)) == set(pieces)  # each token is in a window
@@ -484,7 +484,7 @@ def test_the_best_span_is_that_of_trying_all_spans(long_answers):
         for one, other in [(0, 0), *((a, b) for a in range(1, count) for b in range(a, min(a + 5, count)))]:
             begin = int(window.places[one - 1, 0]) if one else None
             score, share = of_window[one, 0] + of_window[other, 1], shares[one, 0] * shares[other, 1]
-            spans[window.source].append((score, share, begin))
+            spans[window.row].append((score, share, begin))
     for span, of_row in zip(task.row_outputs(split, features.windows, scores), spans, strict=True):
         nothing = min(span for span in of_row if span[2] is None)
         expected = max([nothing, *(span for span in of_row if span[2] is not None)])

@@ -129,7 +129,7 @@ def test_excel_opens_the_csv_and_columns_of_other_names_are_found(classifier, tm
 )
 def test_no_cell_is_a_formula_for_excel_but_numbers_stay_numbers(tmp_path, cell, expected):
     column = cell if isinstance(cell, str) else "a"
-    split = Split(label="rows", name="rows", rows=[Row("row 1", {column: cell})], fingerprint="")
+    split = Split(title="rows", name="rows", rows=[Row("row 1", {column: cell})], fingerprint="")
     for is_for_excel in (False, True):
         write_predictions(tmp_path / "out.csv", split, {"prediction": [cell]}, is_for_excel)
         with (tmp_path / "out.csv").open(encoding="utf-8-sig", newline="") as file:
@@ -250,7 +250,7 @@ def test_a_table_that_cannot_be_written_is_refused_before_anything_is_predicted(
 
 def test_rows_with_keys_of_their_own_make_no_table_of_empty_cells(tmp_path):
     rows = [Row(f"line {n}", {"text": "a", f"key {n}": n}) for n in range(4000)]
-    split = Split(label="FILE rows.jsonl", name="rows.jsonl", rows=rows, fingerprint="")
+    split = Split(title="FILE rows.jsonl", name="rows.jsonl", rows=rows, fingerprint="")
     for name in ("out.csv", "out.parquet"):
         with pytest.raises(UserError, match="4,001 columns, of which a row has 2"):
             check_writable(tmp_path / name, split)
@@ -262,7 +262,7 @@ def test_rows_with_keys_of_their_own_make_no_table_of_empty_cells(tmp_path):
 
 def test_objects_with_names_of_their_own_make_no_parquet_file(tmp_path):
     rows = [Row(f"line {n}", {"text": "a", "x": [{f"key {n}": {"a": n}}]}) for n in range(2050)]
-    split = Split(label="FILE rows.jsonl", name="rows.jsonl", rows=rows, fingerprint="")
+    split = Split(title="FILE rows.jsonl", name="rows.jsonl", rows=rows, fingerprint="")
     with pytest.raises(UserError, match="more than 4,096 names in objects"):
         check_writable(tmp_path / "out.parquet", split)
     check_writable(tmp_path / "out.csv", split)
@@ -271,7 +271,7 @@ def test_objects_with_names_of_their_own_make_no_parquet_file(tmp_path):
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
 def test_numbers_that_json_has_no_form_for_are_null(kind, tmp_path):
     odd = {"a": [1.5, float("nan")], "b": {"c": float("-inf")}}
-    split = Split(label="rows", name="rows", rows=[Row("line 1", odd)], fingerprint="")
+    split = Split(title="rows", name="rows", rows=[Row("line 1", odd)], fingerprint="")
     write_predictions(tmp_path / f"out.{kind}", split, {})
     (row,) = read_csv(tmp_path / "out.csv") if kind == "csv" else [json.loads((tmp_path / "out.jsonl").read_text())]
     if kind == "csv":
@@ -475,7 +475,7 @@ def test_two_processes_train_and_measure_what_one_does(task, trained, tmp_path):
 def test_a_column_of_bytes_is_left_out_of_a_file_of_text_and_said(tmp_path, caplog):
     cells = [{"text": "a", "raw": None, "deep": []}, {"text": "b", "raw": b"\xff", "deep": [{"bytes": b"a"}]}]
     rows = [Row(f"row {number}", row) for number, row in enumerate(cells, 1)]
-    split = Split(label="rows.parquet", name="rows.parquet", rows=rows, fingerprint="")
+    split = Split(title="rows.parquet", name="rows.parquet", rows=rows, fingerprint="")
     for name in ("out.csv", "out.jsonl", "out.parquet"):
         caplog.clear()
         write_predictions(tmp_path / name, split, {"prediction": ["x", "y"]})

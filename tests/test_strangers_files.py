@@ -126,7 +126,7 @@ def test_each_class_has_its_row_in_the_report_whatever_its_name():
 
 
 def test_no_new_column_takes_the_place_of_another(tmp_path):
-    split = Split(label="rows", name="rows", rows=[Row("row 1", {"probability of a": "x"})], fingerprint="f")
+    split = Split(title="rows", name="rows", rows=[Row("row 1", {"probability of a": "x"})], fingerprint="f")
     predicted = {"probability of a": [0.25], "probability of a (predicted)": [0.75]}
     write_predictions(tmp_path / "p.jsonl", split, predicted)
     row = json.loads((tmp_path / "p.jsonl").read_text())

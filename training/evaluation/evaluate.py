@@ -112,13 +112,13 @@ class Text:
     Args:
         name: of its sources.
         part: the documents.
-        rows: the options of the rows but the objective, for all models.
+        options: of the rows but the objective, for all models.
         sentences: a sample for pseudo-perplexity.
     """
 
     name: str
     part: TextPart
-    rows: PretrainConfig
+    options: PretrainConfig
     sentences: list[str]
 
 
@@ -129,8 +129,8 @@ def compare(models: Sequence[MaskedModel], config: EvaluateConfig, accelerator: 
     Returns:
         As `evaluate`; every process gets it.
     """
-    pairs = read_pairs(models, config) if config.blimp else None
-    read = read_text(models, config) if config.has_text() else None
+    pairs = prepare_pairs(models, config) if config.blimp else None
+    read = prepare_text(models, config) if config.has_text() else None
     results = []
     for number, model in enumerate(models):
         model.to(accelerator.device)
@@ -143,7 +143,7 @@ def compare(models: Sequence[MaskedModel], config: EvaluateConfig, accelerator: 
         model.to("cpu")
     options = dataclasses.asdict(config)
     if read:
-        options |= {name: getattr(read.rows, name) for name in text.ROW_OPTIONS}
+        options |= {name: getattr(read.options, name) for name in text.ROW_OPTIONS}
     libraries = ("d2l-bert", "torch", "transformers", "tokenizers")
     return {
         "versions": {name: importlib.metadata.version(name) for name in libraries},
@@ -154,9 +154,9 @@ def compare(models: Sequence[MaskedModel], config: EvaluateConfig, accelerator: 
     }
 
 
-def read_pairs(models: Sequence[MaskedModel], config: EvaluateConfig) -> Pairs:
+def prepare_pairs(models: Sequence[MaskedModel], config: EvaluateConfig) -> Pairs:
     """
-    Read the minimal pairs.
+    Read the minimal pairs, and encode them for each model.
 
     Raises:
         UserError: they cannot be read, or a sentence is too long for a model.
@@ -182,15 +182,15 @@ def _encode_pairs(model, pairs, config):
     return encoded
 
 
-def read_text(models: Sequence[MaskedModel], config: EvaluateConfig) -> Text:
+def prepare_text(models: Sequence[MaskedModel], config: EvaluateConfig) -> Text:
     """
-    Read the text, and decide the rows for all models.
+    Read the text, and decide the options of the rows for all models.
 
     Raises:
         UserError: the text cannot be read, or an option does not fit a model.
     """
     with devices.together():
-        rows = text.rows_of_all(models, config)
+        options = text.options_for_all(models, config)
         of_held_out = next((model for model in models if model.record), models[0])
         if config.held_out and not of_held_out.record:
             raise messages.UserError(
@@ -198,19 +198,19 @@ def read_text(models: Sequence[MaskedModel], config: EvaluateConfig) -> Text:
                 f"name a model of pretrain first"
             )
         name, part = devices.main_first(text.read_text, config, of_held_out)
-        sentences = text.sample_sentences(part, config.pppl_sentences, models, rows.max_seq_length)
+        sentences = text.sample_sentences(part, config.pppl_sentences, models, options.max_seq_length)
         if config.pppl_sentences and not sentences:
             logger.warning(
                 f"no pseudo-perplexity: each sentence of {name} has no word without [UNK], or more tokens "
-                f"than max_seq_length ({rows.max_seq_length}); give shorter sentences, or a larger max_seq_length"
+                f"than max_seq_length ({options.max_seq_length}); give shorter sentences, or a larger max_seq_length"
             )
-    return Text(name, part, rows, sentences)
+    return Text(name, part, options, sentences)
 
 
 def on_text(model: MaskedModel, read: Text, config: EvaluateConfig, accelerator: Accelerator) -> dict:
     """The figures of a model on the text, pseudo-perplexity last."""
     with devices.together():
-        figures = text.evaluate_text(model, read.name, read.part, config, read.rows, accelerator)
+        figures = text.evaluate_text(model, read.name, read.part, config, read.options, accelerator)
     if read.sentences:
         figures |= text.pseudo_perplexity(model, read.sentences, config, accelerator)
     return figures

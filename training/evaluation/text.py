@@ -54,23 +54,23 @@ def sample_sentences(
     return list(itertools.islice(fitting, most))
 
 
-def run_of(model: MaskedModel, config: EvaluateConfig) -> PretrainConfig:
+def options_for(model: MaskedModel, config: EvaluateConfig) -> PretrainConfig:
     """
-    The options of a run on a text for a model: those that `config` gives for the rows, else those of the model's run,
-    by its `run_config.json`, else the defaults; `max_seq_length` is at most the positions of the model,
-    `mlm_probability` the share at the end of the run, and without `config.held_out` the run does not decide
-    `max_eval_pairs`.
+    The options of the rows of a text for a model: those that `config` gives, else `recorded_options`.
+
+    `max_seq_length` is at most the positions of the model, and without `config.held_out` the model's run does not
+    decide `max_eval_pairs`.
 
     Raises:
         UserError: the record has a value that its option cannot have; the tokenizer lacks a special token; the model
             has fewer positions than `max_seq_length`, or no head for `objective`; or `masking` needs the pieces of
             words that this tokenizer does not mark.
     """
-    run = recorded_options(model)
+    given = {}
     for name in ROW_OPTIONS:
-        given = getattr(config, name)
-        if given is not None:
-            run = dataclasses.replace(run, **{name: given})
+        if getattr(config, name) is not None:
+            given[name] = getattr(config, name)
+    options = dataclasses.replace(recorded_options(model), **given)
     tokenizer = model.tokenizer
     if None in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id):
         raise messages.UserError(
@@ -86,15 +86,15 @@ def run_of(model: MaskedModel, config: EvaluateConfig) -> PretrainConfig:
             f"{model.name}: it has no head for objective {config.objective}; leave objective out, or give --objective "
             f"none"
         )
-    if run.masking != "token" and type(tokenizer.backend_tokenizer.model).__name__ != "WordPiece":
+    if options.masking != "token" and type(tokenizer.backend_tokenizer.model).__name__ != "WordPiece":
         raise messages.UserError(
-            f"{model.name}: its tokenizer does not say where a word goes on, as masking {run.masking} needs; give "
+            f"{model.name}: its tokenizer does not say where a word goes on, as masking {options.masking} needs; give "
             f"--masking token"
         )
     return dataclasses.replace(
-        run,
-        max_seq_length=min(run.max_seq_length, model.most_positions),
-        max_eval_pairs=run.max_eval_pairs if config.held_out else config.max_eval_pairs,
+        options,
+        max_seq_length=min(options.max_seq_length, model.most_positions),
+        max_eval_pairs=options.max_eval_pairs if config.held_out else config.max_eval_pairs,
     )
 
 
@@ -106,41 +106,43 @@ def recorded_options(model: MaskedModel) -> PretrainConfig:
     Raises:
         UserError: the record has a value that its option cannot have.
     """
+    of_run = model.record.get("run", {})
     recorded = {}
     for field in dataclasses.fields(PretrainConfig):
-        options = model.record.get("run", {})
-        if field.name in options and field.metadata["group"] in (TEXT, BATCHES):
-            recorded[field.name] = options[field.name]
-    run = PretrainConfig(**recorded)
+        if field.name in of_run and field.metadata["group"] in (TEXT, BATCHES):
+            recorded[field.name] = of_run[field.name]
+    options = PretrainConfig(**recorded)
     with messages.explained(f"{model.name}: run_config.json", "", messages.UserError):
-        run.check_values()
-        share = run.mlm_probabilities()[1]
+        options.check_values()
+        share = options.mlm_probabilities()[1]
         if not 0 < share <= 1:
             raise messages.UserError(f"mlm_probability must be a number in (0, 1], got {share}")
-    return dataclasses.replace(run, mlm_probability=share)
+    return dataclasses.replace(options, mlm_probability=share)
 
 
-def rows_of_all(models: Sequence[MaskedModel], config: EvaluateConfig) -> PretrainConfig:
+def options_for_all(models: Sequence[MaskedModel], config: EvaluateConfig) -> PretrainConfig:
     """
-    The options of the rows for all models, so that their figures can be compared: those of `run_of`. Where these
+    The options of the rows for all models, so that their figures can be compared: those of `options_for`. Where these
     differ, the models have the default of `pretrain`, and this is logged.
 
     Raises:
-        UserError: as in `run_of`, for one of the models.
+        UserError: as in `options_for`, for one of the models.
     """
-    runs = [run_of(model, config) for model in models]
-    rows = dataclasses.replace(runs[0], max_seq_length=min(run.max_seq_length for run in runs))
-    default = PretrainConfig()
+    of_models = [options_for(model, config) for model in models]
+    length = min(options.max_seq_length for options in of_models)
+    shared = dataclasses.replace(of_models[0], max_seq_length=length)
     for name in SHARED_OPTIONS:
-        values = [getattr(run, name) for run in runs]
+        values = [getattr(options, name) for options in of_models]
         if any(value != values[0] for value in values):
-            rows = dataclasses.replace(rows, **{name: getattr(default, name)})
+            default = getattr(PretrainConfig(), name)
+            shared = dataclasses.replace(shared, **{name: default})
+            different = ", ".join(str(value) for value in dict.fromkeys(values))
             way_out = f"; --{name} gives all another" if name in ROW_OPTIONS else ""
             logger.warning(
-                f"{name} differs in the models' runs ({', '.join(map(str, dict.fromkeys(values)))}): all are measured "
-                f"with {getattr(default, name)}, to be compared{way_out}"
+                f"{name} differs in the models' runs ({different}): all are measured with {default}, to be "
+                f"compared{way_out}"
             )
-    return rows
+    return shared
 
 
 def read_text(config: EvaluateConfig, model: MaskedModel) -> tuple[str, text_store.TextPart]:
@@ -157,21 +159,25 @@ def read_text(config: EvaluateConfig, model: MaskedModel) -> tuple[str, text_sto
     Raises:
         UserError: a source cannot be read, or there is too little text.
     """
-    default = EvaluateConfig()
-    run = run_of(model, config) if config.held_out else PretrainConfig(dataset_split=config.dataset_split)
+    given = {}
     for field in dataclasses.fields(SourceConfig):
-        given = getattr(config, field.name)
-        if given != getattr(default, field.name):
-            run = dataclasses.replace(run, **{field.name: given})
-    sources = prepare.open_sources(config.corpus, config.dataset, run.dataset_split, run, run.max_documents)
-    name, store = prepare.read_sources(sources, run.language)
+        if field.name in config.given():
+            given[field.name] = getattr(config, field.name)
+    options = PretrainConfig(dataset_split=config.dataset_split)
+    if config.held_out:
+        options = options_for(model, config)
+    options = dataclasses.replace(options, **given)
+    sources = prepare.open_sources(
+        config.corpus, config.dataset, options.dataset_split, options, options.max_documents
+    )
+    name, store = prepare.read_sources(sources, options.language)
     if not len(store):
         raise messages.UserError(f"{name}: holds no sentence; give more text")
     if not config.held_out:
         return name, store.part()
     with messages.explained(name, "", messages.UserError):
         documents = text_store.held_out_documents(
-            store.hashes, store.characters, run.validation_fraction, run.max_validation_characters
+            store.hashes, store.characters, options.validation_fraction, options.max_validation_characters
         )
     return f"{name}, held out", store.part(documents)
 
@@ -181,7 +187,7 @@ def evaluate_text(
     name: str,
     part: text_store.TextPart,
     config: EvaluateConfig,
-    shape: PretrainConfig,
+    options: PretrainConfig,
     accelerator: Accelerator,
 ) -> dict:
     """
@@ -189,7 +195,7 @@ def evaluate_text(
 
     Args:
         name, part: the text, as from `read_text`.
-        shape: the options of the rows but the objective, as from `rows_of_all`.
+        options: those of the rows but the objective, as from `options_for_all`.
 
     Returns:
         The names of `held_out.held_out_metrics` without `eval_`; `pair_task`, `nsp` or `sop`, or None for a model
@@ -203,9 +209,9 @@ def evaluate_text(
     tokens = _tokens(model, name, part, config)
 
     def rows_for(task):
-        run = dataclasses.replace(shape, objective=task.key if task else "none")
+        of_task = dataclasses.replace(options, objective=task.key if task else "none")
         ranks = Ranks(accelerator.num_processes, accelerator.process_index)
-        return held_out.HeldOutPairs(tokens, model.tokenizer, run, config.batch_tokens, name, ranks)
+        return held_out.HeldOutPairs(tokens, model.tokenizer, of_task, config.batch_tokens, name, ranks)
 
     task = model.task if config.objective == "auto" else PAIR_TASKS.get(config.objective)
     rows = rows_for(task)

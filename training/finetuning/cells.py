@@ -38,7 +38,10 @@ def json_in(cell: object, column: str) -> object:
     Raises:
         ValueError: the text looks like JSON, and is none, such as a list that pandas has written.
     """
-    if not isinstance(cell, str) or cell.strip()[:1] + cell.strip()[-1:] not in ("[]", "{}"):
+    if not isinstance(cell, str):
+        return cell
+    text = cell.strip()
+    if text[:1] + text[-1:] not in ("[]", "{}"):
         return cell
     with explained(
         f"column {column!r:.100} holds {cell:.40}, which is not JSON",

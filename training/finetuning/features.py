@@ -19,13 +19,13 @@ class Window(NamedTuple):
     The part of a row that one feature has.
 
     Args:
-        source: the number of the row.
+        row: the number of the row.
         positions: the positions of the tokens to predict at (P,).
         places: for each of these tokens its word in the row (P,), or its first character and the one behind its last
             in the context (P, 2).
     """
 
-    source: int
+    row: int
     positions: np.ndarray
     places: np.ndarray
 
@@ -48,7 +48,7 @@ class Features(NamedTuple):
 
 def note_of_windows(split: Split, windows: list[Window], max_seq_length: int) -> str:
     """How many rows of a split are cut into windows, for the user; "" if none is."""
-    counts = Counter(window.source for window in windows)
+    counts = Counter(window.row for window in windows)
     long = sum(count > 1 for count in counts.values())
     if not long:
         return ""
@@ -76,10 +76,10 @@ def encoded(tokenizer, columns: list, max_seq_length: int, **options) -> Iterato
     for begin in range(0, len(columns[0]), ROWS_AT_ONCE):
         texts = [list(column[begin : begin + ROWS_AT_ONCE]) for column in columns]
         batch = tokenizer(*texts, **options)
-        sources = batch.pop("overflow_to_sample_mapping", range(len(batch.encodings)))
-        for window, source in enumerate(sources):
+        numbers = batch.pop("overflow_to_sample_mapping", range(len(batch.encodings)))
+        for window, number in enumerate(numbers):
             inputs = {name: values[window] for name, values in batch.items()}
-            yield begin + source, inputs, batch.encodings[window]
+            yield begin + number, inputs, batch.encodings[window]
 
 
 def _endings(columns: list) -> list:
@@ -124,9 +124,9 @@ def truncated(tokenizer, columns: list, max_seq_length: int) -> Features:
     """The features of texts or of pairs, as of `encoded`, one for each row; the note says how many are truncated."""
     inputs = []
     cut = 0
-    for source, of_row, encoding in encoded(tokenizer, columns, max_seq_length):
+    for number, of_row, encoding in encoded(tokenizer, columns, max_seq_length):
         inputs.append(of_row)
-        longest = max(len(column[source]) for column in columns)
+        longest = max(len(column[number]) for column in columns)
         cut += bool(encoding.overflowing) or longest > long_texts.MOST_CHARACTERS
     note = f"{cut:,} are truncated to {max_seq_length} tokens" if cut else ""
     return Features(inputs, [], note)

@@ -73,11 +73,13 @@ class MultipleChoice(Task):
         texts = list(self.texts(row.cells))
         for choice, place in zip(choices, places, strict=True):
             texts.append(check_text(choice, place))
-        label = None
-        if is_filled(row.cells.get(self.label)):
-            label = str(row.cells[self.label]).strip().removesuffix(".0")  # pandas writes 1.0 where others are missing
+        label = row.cells.get(self.label_column)
+        if is_filled(label):
+            label = str(label).strip().removesuffix(".0")  # pandas writes 1.0 where others are missing
             if label in names:
                 label = names.index(label)
+        else:
+            label = None
         return row._replace(texts=tuple(texts), label=label)
 
     def learn(self, train):
@@ -87,7 +89,7 @@ class MultipleChoice(Task):
         self.begin = int("0" not in labels and str(self.count) in labels)
         if self.count < 2:
             raise UserError(
-                f"{train.label}, {train.rows[0].place}: {counted(self.count, 'choice')} in column "
+                f"{train.title}, {train.rows[0].place}: {counted(self.count, 'choice')} in column "
                 f"{self.columns['choices_column'][0]!r}; name a column of lists of two choices at least, or several "
                 f"columns, with --choices_column"
             )
@@ -118,7 +120,7 @@ class MultipleChoice(Task):
             choices = self.choices_in(row)
             if len(choices) != self.count:  # in a row of `predict`, which is not `checked`
                 raise UserError(
-                    f"{split.label}, {row.place}: {counted(len(choices), 'choice')}, and the model has learnt to "
+                    f"{split.title}, {row.place}: {counted(len(choices), 'choice')}, and the model has learnt to "
                     f"choose from {self.count}; give every row so many"
                 )
             before = [text.strip() for text in row.texts[1 : -self.count]]
@@ -161,7 +163,8 @@ def named_choices(cell: object, column: str) -> tuple[list, list[str]]:
     if isinstance(choices, dict):  # as in CommonsenseQA and ARC
         names = choices.get("label") or []
         choices = choices.get("text")
-        if not isinstance(names, list) or (isinstance(choices, list) and len(names) not in (0, len(choices))):
+        is_list = isinstance(names, list)
+        if not is_list or (isinstance(choices, list) and len(names) not in (0, len(choices))):
             raise ValueError(f"{place} has not one label for each of its choices; correct them")
         names = [str(name) for name in names]
         if len(set(names)) < len(names):

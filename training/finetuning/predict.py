@@ -121,18 +121,18 @@ def read_rows(file: str, task: Task, config: PredictConfig, scratch: Path) -> Sp
         UserError: the file cannot be read, or lacks a column that the task reads; or the first of its lines of text
             names columns.
     """
-    label = file
+    title = file
     if file == STDIN:
-        label = "standard input"
+        title = "standard input"
         file = str(scratch / "standard input")
         Path(file).write_bytes(standard_input().read())
     of_texts = [task.columns[option][0] for option in task.options_of_texts()]
-    split = read_file(file, "", config.separator, of_texts[0], label=label)
+    split = read_file(file, "", config.separator, of_texts[0], title=title)
     tables.check_separator(config.separator, [Path(file)])
     first = split.rows[0].cells.get(of_texts[0])
     if tables.file_kind(Path(file)) == "text" and isinstance(first, str):
-        tables.refuse_header(first, of_texts, split.label)
-    task.check_columns(split.label, split.columns, has_labels=False)
+        tables.refuse_header(first, of_texts, split.title)
+    task.check_columns(split.title, split.columns, has_labels=False)
     task.columns["label_column"] = [None]  # no row has such a column: labels are not read
     return split
 
@@ -151,11 +151,11 @@ def rows_with_text(split: Split, task: Task) -> list[Row]:
         except EmptyText:
             continue
         except ValueError as error:
-            raise UserError(f"{split.label}, {row.place}: {error}") from None
+            raise UserError(f"{split.title}, {row.place}: {error}") from None
         if read.texts:  # a list of words may have none
             filled.append(read)
     if not filled:
-        raise UserError(f"{split.label}: no row has a text; give texts, or name their column")
+        raise UserError(f"{split.title}: no row has a text; give texts, or name their column")
     return filled
 
 
@@ -190,7 +190,8 @@ def spread(predicted: dict[str, list], read: Split, given: Split) -> dict[str, l
         given: all rows.
     """
     number_of = {row.place: number for number, row in enumerate(read.rows)}
-    spread_out = {}
-    for column, values in predicted.items():
-        spread_out[column] = [values[number_of[row.place]] if row.place in number_of else None for row in given.rows]
-    return spread_out
+    numbers = [number_of.get(row.place) for row in given.rows]
+    columns = {}
+    for name, values in predicted.items():
+        columns[name] = [None if number is None else values[number] for number in numbers]
+    return columns

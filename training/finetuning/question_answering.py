@@ -65,7 +65,8 @@ class QuestionAnswering(Task):
     def read(self, row, split):
         question, context = self.texts(row.cells)
         check_length(len(context), f"column {self.columns['context_column'][0]!r:.100}")
-        answers = answers_in(json_in(row.cells.get(self.label), self.label), self.label)
+        cell = json_in(row.cells.get(self.label_column), self.label_column)
+        answers = answers_in(cell, self.label_column)
         for answer in answers:
             check_answer(answer, context)
         # SQuAD 2 gives such questions what looks like an answer.
@@ -77,7 +78,7 @@ class QuestionAnswering(Task):
         self.has_unanswerable = any(row.label is None for row in train.rows)
         if self.config.null_score_diff_threshold and not self.has_unanswerable:
             raise UserError(
-                f"null_score_diff_threshold is for questions without an answer, and {train.label} has none; leave it "
+                f"null_score_diff_threshold is for questions without an answer, and {train.title} has none; leave it "
                 f"out"
             )
 
@@ -109,7 +110,7 @@ class QuestionAnswering(Task):
         short = beginnings(tokenizer, questions, most)
         features = []
         windows = []
-        for source, inputs, encoding in encoded(
+        for number, inputs, encoding in encoded(
             tokenizer,
             [short, contexts],
             max_seq_length,
@@ -118,8 +119,8 @@ class QuestionAnswering(Task):
             return_overflowing_tokens=True,
         ):
             positions = np.array([place for place, part in enumerate(encoding.sequence_ids) if part == 1], dtype=int)
-            window = Window(source, positions, np.array(encoding.offsets)[positions])
-            answers = split.rows[source].label
+            window = Window(number, positions, np.array(encoding.offsets)[positions])
+            answers = split.rows[number].label
             inputs["labels"] = positions_of(answers[0], window) if answers else [NO_ANSWER, NO_ANSWER]
             features.append(inputs)
             windows.append(window)
@@ -147,12 +148,14 @@ class QuestionAnswering(Task):
         best = [Span(-np.inf)] * len(split.rows)
         nothing = [Span(np.inf)] * len(split.rows)
         for window, scores in zip(windows, logits, strict=True):
-            source = window.source
-            context = split.rows[source].texts[1]
+            number = window.row
+            context = split.rows[number].texts[1]
             span, of_nothing = _best_span(window, context, scores, self.config.max_answer_length)
-            best[source] = max(best[source], span, key=lambda span: span.score)
-            nothing[source] = min(nothing[source], of_nothing, key=lambda span: span.score)
-        most = self.config.null_score_diff_threshold if self.has_unanswerable else np.inf
+            best[number] = max(best[number], span, key=lambda span: span.score)
+            nothing[number] = min(nothing[number], of_nothing, key=lambda span: span.score)
+        if not self.has_unanswerable:
+            return best
+        most = self.config.null_score_diff_threshold
         return [none if none.score - span.score > most else span for span, none in zip(best, nothing, strict=True)]
 
     def metrics(self, split, outputs):
@@ -223,9 +226,9 @@ def check_answer(answer: Answer, context: str) -> None:
 def beginnings(tokenizer, questions: list[str], most: int) -> list[str]:
     """The questions, truncated to `most` tokens."""
     short = []
-    for source, _, encoding in encoded(tokenizer, [questions], most, add_special_tokens=False):
+    for number, _, encoding in encoded(tokenizer, [questions], most, add_special_tokens=False):
         end = max((end for _, end in encoding.offsets), default=0)
-        short.append(questions[source][:end].strip())
+        short.append(questions[number][:end].strip())
     return short
 
 
@@ -237,8 +240,10 @@ def positions_of(answer: Answer, window: Window) -> list[int]:
     """
     begin = answer.start + len(answer.text) - len(answer.text.lstrip())
     end = begin + len(answer.text.strip())
-    inside = np.flatnonzero((window.places[:, 0] < end) & (window.places[:, 1] > begin))
-    if not len(inside) or window.places[0, 0] > begin or window.places[-1, 1] < end:
+    begins = window.places[:, 0]
+    ends = window.places[:, 1]
+    inside = np.flatnonzero((begins < end) & (ends > begin))
+    if not len(inside) or begins[0] > begin or ends[-1] < end:
         return [NO_ANSWER, NO_ANSWER]
     return window.positions[inside[[0, -1]]].tolist()
 
@@ -248,7 +253,7 @@ def _count_lost(split, windows, features) -> int:
     found = set()
     for window, inputs in zip(windows, features, strict=True):
         if inputs["labels"] != [NO_ANSWER, NO_ANSWER]:
-            found.add(window.source)
+            found.add(window.row)
     return sum(bool(row.label) for row in split.rows) - len(found)
 
 
@@ -266,7 +271,8 @@ def _best_span(window: Window, context: str, scores: np.ndarray, longest: int) -
     if longest == 0:
         return Span(-np.inf), nothing
     ends = np.concatenate([scores[:-1, 1], np.full(longest - 1, -np.inf)])
-    sums = scores[:-1, :1] + np.lib.stride_tricks.sliding_window_view(ends, longest)  # (C, longest)
+    ends_behind = np.lib.stride_tricks.sliding_window_view(ends, longest)  # (C, longest)
+    sums = scores[:-1, :1] + ends_behind
     first, more = divmod(int(sums.argmax()), longest)
     score = sums[first, more]
     begin = int(window.places[first, 0])

@@ -69,7 +69,7 @@ class Split:
     The rows of a split: as they were read, or as the task reads them.
 
     Args:
-        label: what the rows are, for messages: an option and a name, such as `train_file rows.csv`.
+        title: what the rows are, for messages: an option and a name, such as `train_file rows.csv`.
         name: the file's base name, or the dataset's id with its configuration and split.
         rows: the rows.
         fingerprint: a hash of the content of the file or dataset; of rows held out, too, that of the whole.
@@ -80,7 +80,7 @@ class Split:
         shared: how many rows have the texts of a training row.
     """
 
-    label: str
+    title: str
     name: str
     rows: list[Row]
     fingerprint: str
@@ -107,7 +107,7 @@ def read_file(
     text_column: str = "text",
     columns: Sequence[str] | None = None,
     memory: tables.Memory | None = None,
-    label: str = "",
+    title: str = "",
 ) -> Split:
     """
     Read a whole table, packed or not.
@@ -126,7 +126,7 @@ def read_file(
         text_column: the column of the texts in lines.
         columns: those that are needed of a Parquet file; None for all.
         memory: counts what this and other splits take.
-        label: what the file is called in messages, in place of its option and name.
+        title: what the file is called in messages, in place of its option and name.
 
     Raises:
         UserError: the file does not exist, cannot be read, is damaged, has another form, or has no rows; or its rows
@@ -134,8 +134,8 @@ def read_file(
     """
     file = Path(path)
     given = f"{option} {path}".strip()
-    if not label:
-        label = f"{option} {folders.base_name(path)}" if option else path
+    if not title:
+        title = f"{option} {folders.base_name(path)}" if option else path
     tables.refuse_pipe(path, given, "write its rows to a file, and give that")
     if file.is_dir():
         way_out = "give one of its files, or the folder with --dataset" if option else "give one of its files"
@@ -144,20 +144,20 @@ def read_file(
         raise UserError(f"{given}: no such file; give a table, or a text in each line")
     memory = memory or tables.Memory()
     way_out = "repair the file; .json is a list of objects, or SQuAD's form"
-    with explained(f"{label}: cannot be read", way_out, OSError), explained(label, "", LookupError, ValueError):
+    with explained(f"{title}: cannot be read", way_out, OSError), explained(title, "", LookupError, ValueError):
         if tables.file_kind(file) in tables.TABLE_KINDS:
             found = tables.table_rows(file, columns, separator)
         elif _is_document(file):
             lines = [line for _, line in tables.Memory().hold(_numbered_lines(file))]
             with explained("cannot be read", way_out, *READ_ERRORS, TypeError, RecursionError):
-                found = list(_rows_of_document(file, lines, label))
+                found = list(_rows_of_document(file, lines, title))
         else:
             found = ((place, {text_column: line}) for place, line in _numbered_lines(file) if line.strip())
         rows = memory.hold(found)
     if not rows:
-        raise UserError(f"{label}: has no rows; give a file with rows")
+        raise UserError(f"{title}: has no rows; give a file with rows")
     return Split(
-        label=label,
+        title=title,
         name=folders.base_name(path),
         rows=list(itertools.starmap(Row, rows)),
         fingerprint=folders.content_hash(file)[:16],
@@ -180,9 +180,9 @@ def _numbered_lines(file) -> Iterator[tuple[str, str]]:
         yield f"line {number:,}", line.rstrip("\r\n")
 
 
-def _rows_of_document(file, lines, label) -> Iterator[tuple[str, dict]]:
+def _rows_of_document(file, lines, title) -> Iterator[tuple[str, dict]]:
     """The rows of a file of JSON or CoNLL, each with its place."""
-    return _conll_rows(lines, label) if _is_conll(file) else _json_rows("\n".join(lines))
+    return _conll_rows(lines, title) if _is_conll(file) else _json_rows("\n".join(lines))
 
 
 def _json_rows(text) -> Iterator[tuple[str, dict]]:
@@ -205,7 +205,7 @@ def _objects_in(text) -> Iterator[dict]:
                 yield {**shared, **question}
 
 
-def _conll_rows(lines, label) -> Iterator[tuple[str, dict]]:
+def _conll_rows(lines, title) -> Iterator[tuple[str, dict]]:
     """
     The words and the tags of each text, with the line at which it begins; no tags if a line has one field.
 
@@ -231,7 +231,7 @@ def _conll_rows(lines, label) -> Iterator[tuple[str, dict]]:
     kept = [(number, fields) for number, fields in numbered if not is_comment(fields)]
     if comments := len(numbered) - len(kept):
         logger.info(
-            f"{label}: {counted(comments, 'line is', 'lines are')} left out: comments, or no words of their own"
+            f"{title}: {counted(comments, 'line is', 'lines are')} left out: comments, or no words of their own"
         )
     for number, fields in kept:
         if len(fields) not in (0, count):
@@ -313,9 +313,9 @@ def _load_dataset(name) -> dict:
 
 def _split_of(rows, name: str, split: str, memory: tables.Memory) -> Split:
     """The rows of a split of the dataset `name`, as `datasets` has them."""
-    label = f"dataset {name}, split {split}"
-    with explained(label, "", ValueError):
-        held = memory.hold(_dataset_rows(rows, label))
+    title = f"dataset {name}, split {split}"
+    with explained(title, "", ValueError):
+        held = memory.hold(_dataset_rows(rows, title))
         class_names = {}
         for column, kind in rows.features.items():
             kind = getattr(kind, "feature", kind)  # that of the entries of a list
@@ -323,7 +323,7 @@ def _split_of(rows, name: str, split: str, memory: tables.Memory) -> Split:
                 class_names[column] = [name_of(of_class, column) for of_class in kind.names]
     cells = [row for _, row in held]
     return Split(
-        label=label,
+        title=title,
         name=f"{local_name(name)}, split {split}",
         rows=list(itertools.starmap(Row, held)),
         fingerprint=folders.short_hash(repr(cells)),
@@ -332,13 +332,13 @@ def _split_of(rows, name: str, split: str, memory: tables.Memory) -> Split:
     )
 
 
-def _dataset_rows(rows, source: str) -> Iterator[tuple[str, dict]]:
-    """The rows of a split of a dataset, each with its place; `source` names it in messages."""
+def _dataset_rows(rows, title: str) -> Iterator[tuple[str, dict]]:
+    """The rows of a split of a dataset, each with its place; `title` names it in messages."""
     rows = rows.with_format("arrow")
     told = set()
     for start in range(0, len(rows), DATASET_ROWS):
         block = rows[start : start + DATASET_ROWS]
-        for number, row in enumerate(tables.values_of(block, start + 1, source, told), start + 1):
+        for number, row in enumerate(tables.values_of(block, start + 1, title, told), start + 1):
             yield f"row {number:,}", row
 
 
@@ -364,11 +364,11 @@ def check_writable(path: Path, split: Split) -> None:
     filled = sum(len(row.cells) for row in split.rows)
     if cells > max(MOST_CELLS, MOST_CELLS_FOR_ONE * filled):
         raise UserError(
-            f"{split.label}: {len(split.columns):,} columns, of which a row has {filled / len(split.rows):.3g}, so "
+            f"{split.title}: {len(split.columns):,} columns, of which a row has {filled / len(split.rows):.3g}, so "
             f"that a table of the predictions would be all but empty; give the rows the same columns"
         )
     if path.suffix == ".parquet":
-        with explained(split.label, "give the rows the same names, or write .jsonl", ValueError):
+        with explained(split.title, "give the rows the same names, or write .jsonl", ValueError):
             tables.check_names(row.cells for row in split.rows)
         with _one_kind_a_column(split):
             schema = pa.table(_columns_of(split)).schema
@@ -377,7 +377,7 @@ def check_writable(path: Path, split: Split) -> None:
 
 def _one_kind_a_column(split):
     """Turn PyArrow's errors about the kinds of values into a `UserError`."""
-    what = f"{split.label}: a column has values of several kinds, or whole numbers of more than 63 bits"
+    what = f"{split.title}: a column has values of several kinds, or whole numbers of more than 63 bits"
     return explained(what, "make them one kind, or write .jsonl", pa.ArrowException, OverflowError)
 
 
@@ -484,7 +484,7 @@ def _columns_without_bytes(split):
         left_out.update(name for name, cell in row.cells.items() if _has_bytes(cell))
     for name in sorted(left_out):
         logger.warning(
-            f"{split.label}: column {name!r:.100} holds bytes, and is left out, as a file of text has no form for "
+            f"{split.title}: column {name!r:.100} holds bytes, and is left out, as a file of text has no form for "
             f"them; .parquet has"
         )
     return [name for name in split.columns if name not in left_out]

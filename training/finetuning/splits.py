@@ -77,14 +77,14 @@ def _needed_columns(file: str, split: str, task: Task, config: FinetuneConfig) -
     path = Path(file)
     if split == "test" or config.train_file is None or not path.is_file() or tables.file_kind(path) != "parquet":
         return None
-    label = f"{split}_file {folders.base_name(file)}"
-    with explained(label, "", *READ_ERRORS):
+    title = f"{split}_file {folders.base_name(file)}"
+    with explained(title, "", *READ_ERRORS):
         names = tables.parquet_columns(path)
     if not names:
         return None
     if split == "train":
         task.find_columns(names)
-    task.check_columns(label, names)
+    task.check_columns(title, names)
     needed = {*itertools.chain(*task.columns.values()), *task.more_columns}
     return [column for column in names if column in needed]
 
@@ -100,12 +100,12 @@ def _as_the_task_reads(name: str, split: Split, task: Task) -> Split:
     Raises:
         UserError: a column is missing, or rows cannot be used, or other rows than those to test lack labels.
     """
-    task.check_columns(split.label, split.columns, has_labels=name != "test")
+    task.check_columns(split.title, split.columns, has_labels=name != "test")
     _empty_missing_labels(split, task)
     read = replace(split, rows=usable(split, task.read))
     read = replace(read, is_labelled=_has_labels(read, task))
     if name != "test" and not read.is_labelled:
-        raise UserError(f"{split.label}: column {task.label!r:.100} is empty; the {name} rows need labels")
+        raise UserError(f"{split.title}: column {task.label_column!r:.100} is empty; the {name} rows need labels")
     if name == "train":
         task.learn(read)
     return replace(read, rows=usable(read, task.checked))
@@ -149,9 +149,9 @@ def usable(split: Split, read: Callable[[Row, Split], Row]) -> list[Row]:
         except ValueError as error:
             wrong.append(f"{row.place}: {error}")
     if wrong and not (split.is_dataset and kept):
-        raise UserError(f"{split.label}, {wrong[0]}")
+        raise UserError(f"{split.title}, {wrong[0]}")
     if wrong:
-        logger.info(f"{split.label}: {counted(len(wrong), 'row is', 'rows are')} left out: {wrong[0]}")
+        logger.info(f"{split.title}: {counted(len(wrong), 'row is', 'rows are')} left out: {wrong[0]}")
     return kept
 
 
@@ -177,7 +177,7 @@ def hold_out(rows: Split, task: Task) -> tuple[Split, Split]:
     drawn = draw_texts(classes, share, seed)
     if not drawn:
         raise UserError(
-            f"{rows.label}: has too few different texts to hold out some for validation; give --validation_file, or "
+            f"{rows.title}: has too few different texts to hold out some for validation; give --validation_file, or "
             f"--validation_share 0"
         )
     train = replace(rows, rows=[row for row in rows.rows if row.texts not in drawn])
@@ -185,7 +185,7 @@ def hold_out(rows: Split, task: Task) -> tuple[Split, Split]:
         rows,
         rows=[row for row in rows.rows if row.texts in drawn],
         held_out=share,
-        label=f"{rows.label}, rows held out",
+        title=f"{rows.title}, rows held out",
         name=f"{rows.name} (held out)",
     )
     logger.info(

@@ -127,8 +127,8 @@ class Task:
         for option in self.usual_columns:
             if names := columns.get(option):
                 self.columns[option] = names
-        of_texts = self.options_of_texts()
-        if len(of_texts) < self.least_texts or any(len(self.columns[option]) != 1 for option in of_texts):
+        of_texts = [self.columns[option] for option in self.options_of_texts()]
+        if len(of_texts) < self.least_texts or any(len(names) != 1 for names in of_texts):
             raise ValueError("learnt.columns does not name a column for each text of a row")
         if "choices_column" in self.usual_columns and "choices_column" not in self.columns:
             raise ValueError("learnt.columns names no column of choices")
@@ -146,7 +146,7 @@ class Task:
     # Columns
 
     @property
-    def label(self) -> str | None:
+    def label_column(self) -> str | None:
         """The column of labels, the first one if there are several; None where labels are not read."""
         return self.columns["label_column"][0]
 
@@ -170,12 +170,12 @@ class Task:
             if found or option not in OPTIONAL or option in self.config.named:
                 self.columns[option] = found if isinstance(found, list) else [found or wanted[0]]
 
-    def check_columns(self, label: str, names: list[str], has_labels: bool = True) -> None:
+    def check_columns(self, title: str, names: list[str], has_labels: bool = True) -> None:
         """
         Refuse rows without one of the columns, and a column that has two uses.
 
         Args:
-            label: what the rows are, for the message.
+            title: what the rows are, for the message.
             names: of their columns.
             has_labels: whether the column of labels must be there.
 
@@ -190,7 +190,7 @@ class Task:
             for column in columns:
                 if column not in names and (has_labels or option != "label_column"):
                     raise UserError(
-                        f"{label}: no column {column!r:.100}; it has {listed(names) or 'none'}: name one with "
+                        f"{title}: no column {column!r:.100}; it has {listed(names) or 'none'}: name one with "
                         f"--{option}"
                     )
 
@@ -215,12 +215,14 @@ class Task:
                 it.
         """
         if split.is_labelled and row.label is None and not self.has_unanswerable:
-            raise ValueError(f"column {self.label!r:.100} {self.no_label}")
+            raise ValueError(f"column {self.label_column!r:.100} {self.no_label}")
         for name in self.names_of(row):
             if name not in self.number_of:
+                known = listed(list(self.number_of))
+                way_out = ", or add training rows with it" if self.classes else ""
                 raise ValueError(
-                    f"label {name!r:.100} in column {self.label!r:.100} is none of {listed(list(self.number_of))}; "
-                    f"correct the label{', or add training rows with it' if self.classes else ''}"
+                    f"label {name!r:.100} in column {self.label_column!r:.100} is none of {known}; correct the "
+                    f"label{way_out}"
                 )
         return row
 
@@ -255,9 +257,9 @@ class Task:
             self.classes = sorted(found)
         if len(self.classes) < least:
             raise UserError(
-                f"{train.label}: every row has the label {self.classes[0]!r:.100} in column {self.label!r:.100}; "
-                f"there is nothing to tell apart: give rows of two classes at least, or name another column with "
-                f"--label_column"
+                f"{train.title}: every row has the label {self.classes[0]!r:.100} in column "
+                f"{self.label_column!r:.100}; there is nothing to tell apart: give rows of two classes at least, or "
+                f"name another column with --label_column"
             )
         self.number_of = {name: number for number, name in enumerate(self.classes)}
         self.settings |= {

@@ -71,15 +71,15 @@ class TextClassification(TextTask):
 
     def label_in(self, cells, split):
         """The label in a row; raises `ValueError` if there is something else."""
-        value = cells.get(self.label)
+        value = cells.get(self.label_column)
         if isinstance(value, list | dict | float) or NO_CLASS.fullmatch(str(value).strip()):
             raise ValueError(
-                f"column {self.label!r:.100} holds {value!r:.40}, not a class; give --task regression for numbers, "
-                f"--task multi_label_classification for lists, or name another column with --label_column"
+                f"column {self.label_column!r:.100} holds {value!r:.40}, not a class; give --task regression for "
+                f"numbers, --task multi_label_classification for lists, or name another column with --label_column"
             )
         if not is_filled(value):
             return None
-        name = name_of(value, self.label, split.class_names.get(self.label))
+        name = name_of(value, self.label_column, split.class_names.get(self.label_column))
         if re.fullmatch(r"\d{1,9}", name) and int(name) < len(self.known):
             return self.known[int(name)]
         return name
@@ -87,17 +87,17 @@ class TextClassification(TextTask):
     def learn(self, train):
         found = {row.label for row in train.rows} - {None}
         others = sorted(found.difference(self.known))
-        of_dataset = train.class_names.get(self.label)
+        of_dataset = train.class_names.get(self.label_column)
         self.learn_classes(train, found, of_dataset or (() if others else self.known))
         if not of_dataset and 0 < len(others) < len(found):
             raise UserError(
-                f"{train.label}: column {self.label!r:.100} has {listed(others)} beside labels of --task "
+                f"{train.title}: column {self.label_column!r:.100} has {listed(others)} beside labels of --task "
                 f"{self.config.task}, {listed(self.known)}; write these names, or their numbers from 0"
             )
         if len(self.classes) == len(train.rows) > 2:
             raise UserError(
-                f"{train.label}: every row has a label of its own in column {self.label!r:.100}; name the column of "
-                f"classes with --label_column"
+                f"{train.title}: every row has a label of its own in column {self.label_column!r:.100}; name the "
+                f"column of classes with --label_column"
             )
 
     def metrics(self, split, outputs):
@@ -131,8 +131,8 @@ class MultiLabelClassification(TextTask):
         """The labels of a row; raises `ValueError` if there is something else."""
         columns = self.columns["label_column"]
         if len(columns) == 1:
-            entries = list_in(cells, self.label, "label_column", self.config.label_separator)
-            return [name_of(entry, self.label, split.class_names.get(self.label)) for entry in entries]
+            entries = list_in(cells, self.label_column, "label_column", self.config.label_separator)
+            return [name_of(entry, self.label_column, split.class_names.get(self.label_column)) for entry in entries]
         for column in columns:
             if cells.get(column) not in (0, 1, "0", "1", "0.0", "1.0"):
                 raise ValueError(f"column {column!r:.100} holds {cells.get(column)!r:.100}; write 0 or 1")
@@ -143,15 +143,15 @@ class MultiLabelClassification(TextTask):
         first = set(labels[0])
         if all(set(names) == first for names in labels):
             raise UserError(
-                f"{train.label}: every row has the labels {listed(sorted(labels[0]))} in column "
-                f"{self.label!r:.100}; name another column with --label_column, or what separates labels with "
+                f"{train.title}: every row has the labels {listed(sorted(labels[0]))} in column "
+                f"{self.label_column!r:.100}; name another column with --label_column, or what separates labels with "
                 f"--label_separator"
             )
         columns = self.columns["label_column"]
         if len(columns) > 1:  # each is a label, also one without a 1
             self.learn_classes(train, set(columns), columns, least=1)
         else:
-            self.learn_classes(train, set().union(*labels), train.class_names.get(self.label), least=1)
+            self.learn_classes(train, set().union(*labels), train.class_names.get(self.label_column), least=1)
 
     def targets(self, split):
         """1 for each label that a row has, 0 for each other one (N, C)."""
@@ -159,7 +159,7 @@ class MultiLabelClassification(TextTask):
         labels = len(self.classes)
         if count * labels > MOST_YES_AND_NO:
             raise UserError(
-                f"{split.label}: {count:,} rows with a yes or no for each of {labels:,} labels are more than "
+                f"{split.title}: {count:,} rows with a yes or no for each of {labels:,} labels are more than "
                 f"{MOST_YES_AND_NO:,} of them; give fewer rows, or fewer labels"
             )
         number_of = {name: number for number, name in enumerate(self.classes)}
@@ -226,11 +226,12 @@ class Regression(TextTask):
 
     def label_in(self, cells, split):
         """The number in a row; raises `ValueError` if there is something else."""
-        value = cells.get(self.label)
+        value = cells.get(self.label_column)
         if not is_filled(value):
             return None
         with explained(
-            f"column {self.label!r:.100} holds {value!r:.40}, not a finite number in float32 with a decimal point",
+            f"column {self.label_column!r:.100} holds {value!r:.40}, not a finite number in float32 with a decimal "
+            f"point",
             "write one such as 5.3, or take the row out",
             *(ValueError, TypeError, OverflowError),
         ):
@@ -248,8 +249,8 @@ class Regression(TextTask):
         self.settings["num_labels"] = 1
         if self.deviation <= LEAST_STEPS * np.spacing(np.float32(abs(self.mean))):
             raise UserError(
-                f"{train.label}: the numbers in column {self.label!r:.100} differ by {self.deviation:.3g} around "
-                f"{self.mean:.9g} (standard deviation, mean), too little for float32, in which models compute; "
+                f"{train.title}: the numbers in column {self.label_column!r:.100} differ by {self.deviation:.3g} "
+                f"around {self.mean:.9g} (standard deviation, mean), too little for float32, in which models compute; "
                 f"subtract a constant from them, or name another column with --label_column"
             )
 

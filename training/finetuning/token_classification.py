@@ -44,18 +44,19 @@ class TokenClassification(Task):
         for number, word in enumerate(words, 1):
             check_text(word, f"word {number} of column {column!r:.100}")
         check_length(sum(map(len, words)), f"column {column!r:.100}")
-        names = split.class_names.get(self.label)
-        tags = [name_of(tag, self.label, names) for tag in list_in(row.cells, self.label, "label_column")]
+        names = split.class_names.get(self.label_column)
+        labels = list_in(row.cells, self.label_column, "label_column")
+        tags = [name_of(label, self.label_column, names) for label in labels]
         if tags and len(tags) != len(words):
             raise ValueError(
                 f"{counted(len(words), 'word')} in column {column!r:.100} and {counted(len(tags), 'tag')} in column "
-                f"{self.label!r:.100}; give each word one tag"
+                f"{self.label_column!r:.100}; give each word one tag"
             )
         return row._replace(texts=tuple(words), label=tags or None)
 
     def learn(self, train):
         counts = Counter(tag for row in train.rows for tag in row.label or [])
-        self.learn_classes(train, set(counts), train.class_names.get(self.label))
+        self.learn_classes(train, set(counts), train.class_names.get(self.label_column))
         self.default = "O" if "O" in counts else counts.most_common(1)[0][0]
         self.scheme = metrics.scheme_of(self.classes)
         if self.scheme is None:
@@ -88,22 +89,22 @@ class TokenClassification(Task):
         features = []
         windows = []
         seen = set()  # the words that earlier windows have
-        for source, inputs, encoding in encoded(
+        for number, inputs, encoding in encoded(
             tokenizer, [texts], max_seq_length, is_split_into_words=True, return_overflowing_tokens=True
         ):
             firsts = {}  # the position of the first piece of each word
             for position, word in enumerate(encoding.word_ids):
-                if word is not None and (source, word) not in seen:
+                if word is not None and (number, word) not in seen:
                     firsts.setdefault(word, position)
-            seen.update((source, word) for word in firsts)
+            seen.update((number, word) for word in firsts)
             positions = np.array(list(firsts.values()), dtype=int)
             words = np.array(list(firsts), dtype=int)
             labels = np.full(len(encoding.ids), -100)
             if split.is_labelled:
-                tags = split.rows[source].label
+                tags = split.rows[number].label
                 labels[positions] = [self.number_of[tags[word]] for word in firsts]
             features.append({**inputs, "labels": labels.tolist()})
-            windows.append(Window(source, positions, words))
+            windows.append(Window(number, positions, words))
         return Features(features, windows, note_of_windows(split, windows, max_seq_length))
 
     def loss(self, logits, labels):
@@ -115,7 +116,7 @@ class TokenClassification(Task):
         for window, of_window in zip(windows, logits, strict=True):
             numbers = of_window[window.positions].argmax(-1)
             for word, number in zip(window.places, numbers, strict=True):
-                tags[window.source][word] = self.classes[number]
+                tags[window.row][word] = self.classes[number]
         return tags
 
     def metrics(self, split, outputs):

@@ -114,20 +114,8 @@ def result_of(plan: Plan, attempt: Attempt) -> Result:
     if (folder / RESULT_FILE).exists():
         return read_result(plan, attempt)
     checkpoint, seconds = devices.on_main(trainer.last_checkpoint, folder)
-    arguments = plan.arguments(attempt)
-    transformers.set_seed(attempt.seed)
-    model = models.make_model(plan.start.config, plan.start.revision, plan.task)
     callback = trainer.Checkpoints(seconds)
-    training = trainer.TaskTrainer(
-        plan.task,
-        model,
-        arguments,
-        plan.start.tokenizer,
-        train_dataset=plan.features["train"].inputs,
-        eval_dataset=plan.features["validation"].inputs if "validation" in plan.features else None,
-        compute_metrics=lambda found: measure(plan, "validation", Outputs(found.predictions, found.label_ids)),
-        callbacks=callbacks_of(plan.config, callback),
-    )
+    training = make_trainer(plan, attempt, callback)
     if checkpoint is not None:
         logger.info(f"{folder.name}: goes on from {Path(checkpoint).name}")
     training.train(resume_from_checkpoint=checkpoint)
@@ -152,12 +140,34 @@ def result_of(plan: Plan, attempt: Attempt) -> Result:
     return devices.on_main(_keep, folder, model, result)
 
 
-def callbacks_of(config: FinetuneConfig, checkpoints: trainer.Checkpoints) -> list[transformers.TrainerCallback]:
-    """The callbacks of a training."""
+def make_trainer(plan: Plan, attempt: Attempt, callback: trainer.Checkpoints) -> trainer.TaskTrainer:
+    """Trainer for one model, with its fresh head."""
+    arguments = plan.arguments(attempt)
+    transformers.set_seed(attempt.seed)
+    model = models.make_model(plan.start.config, plan.start.revision, plan.task)
+    validation = plan.features["validation"].inputs if "validation" in plan.features else None
+
+    def figures(found):
+        return measure(plan, "validation", Outputs(found.predictions, found.label_ids))
+
+    return trainer.TaskTrainer(
+        plan.task,
+        model,
+        arguments,
+        plan.start.tokenizer,
+        train_dataset=plan.features["train"].inputs,
+        eval_dataset=validation,
+        compute_metrics=figures,
+        callbacks=callbacks_of(plan.config, callback),
+    )
+
+
+def callbacks_of(config: FinetuneConfig, callback: trainer.Checkpoints) -> list[transformers.TrainerCallback]:
+    """The callbacks of a training: early stopping, `callback`, and a progress bar where there is a terminal."""
     callbacks = []
     if config.early_stopping_patience is not None:
         callbacks.append(transformers.EarlyStoppingCallback(config.early_stopping_patience))
-    callbacks.append(checkpoints)
+    callbacks.append(callback)
     if sys.stderr.isatty():
         callbacks.append(trainer.Bar())
     return callbacks
@@ -211,7 +221,8 @@ def read_result(plan: Plan, attempt: Attempt) -> Result:
         if not 0 <= count < math.inf:
             raise UserError(f"{file}: has an impossible number of steps or seconds; {way_out}")
     for row in result["log"]:
-        if type(row.get("step")) is not int or not all(_is_number(value) for value in row.values()):
+        is_of_numbers = all(_is_number(value) for value in row.values())
+        if type(row.get("step")) is not int or not is_of_numbers:
             raise UserError(f"{file}: its log has a row that is not one of numbers; {way_out}")
     if result.get("diverged"):
         return result
@@ -259,12 +270,12 @@ def finish(plan: Plan, record: dict, outcome: Outcome) -> str:
     saved = plan.folder_of(best) / MODEL_FOLDER
     with messages.reading_model(str(saved)):
         model = getattr(transformers, plan.task.auto_class).from_pretrained(saved, trust_remote_code=False)
-    model.config.use_cache = False  # as Trainer leaves the configuration of a model that it has trained
     outputs = {}
-    for name in ("test", "validation"):
-        is_in_table = name == "test" and name in plan.splits
-        if not is_in_table and name != plan.reported():
-            continue
-        logits = plan.task.rescaled(predict(plan, model, name).logits)
-        outputs[name] = plan.task.row_outputs(plan.splits[name], plan.features[name].windows, logits)
+    for name, split in plan.splits.items():
+        is_in_table = name == "test"  # of predictions
+        if is_in_table or name == plan.reported():
+            logits = plan.task.rescaled(predict(plan, model, name).logits)
+            outputs[name] = plan.task.row_outputs(split, plan.features[name].windows, logits)
+    if outputs:
+        model.config.use_cache = False  # the configuration of a model that has predicted, since Trainer did that
     return devices.on_main(write_folder, plan, record, model, outputs, outcome)
