@@ -67,28 +67,30 @@ def encode(
     """
     sequences = {}  # the number of each pair of ids and words
     numbers = []
-    counts = []
+    read = []
     for sentence, encoding in zip(sentences, model.backend.encode_batch(list(sentences)), strict=True):
-        read = _read_sentence(sentence, encoding, model.tokenizer.unk_token_id, score, whole_words)
-        counts.append(read.counts)
-        numbers.append(sequences.setdefault((tuple(encoding.ids), read.words), len(sequences)))
-    lengths, scored_tokens, read_words, known_words = np.array(counts).reshape(-1, 4).T
+        each = _read_sentence(sentence, encoding, model.tokenizer.unk_token_id, score, whole_words)
+        read.append(each)
+        numbers.append(sequences.setdefault((tuple(encoding.ids), each.words), len(sequences)))
     return EncodedSentences(
         numbers=np.array(numbers, dtype=np.int64),
         ids=[np.array(ids, dtype=np.int64) for ids, _ in sequences],
         words=[np.array(words, dtype=np.int64) for _, words in sequences],
-        lengths=lengths,
-        scored_tokens=scored_tokens,
-        read_words=read_words,
-        known_words=known_words,
+        lengths=np.array([each.length for each in read]),
+        scored_tokens=np.array([each.scored_tokens for each in read]),
+        read_words=np.array([each.read_words for each in read]),
+        known_words=np.array([each.known_words for each in read]),
     )
 
 
 class _ReadSentence(NamedTuple):
-    """Of a sentence `EncodedSentences.words`, and its entries of `lengths` to `known_words`."""
+    """What `EncodedSentences` has of a sentence."""
 
     words: tuple[int, ...]
-    counts: tuple[int, int, int, int]
+    length: int
+    scored_tokens: int
+    read_words: int
+    known_words: int
 
 
 def _read_sentence(sentence: str, encoding, unknown_id: int | None, score: Score, whole_words: bool) -> _ReadSentence:
@@ -111,7 +113,7 @@ def _read_sentence(sentence: str, encoding, unknown_id: int | None, score: Score
             continue
         scored += 1
         words.append(length + position if word is None else word)
-    return _ReadSentence(tuple(words), (length, scored, len(read), len(read - with_unknown)))
+    return _ReadSentence(tuple(words), length, scored, len(read), len(read - with_unknown))
 
 
 class MaskedRows(NamedTuple):

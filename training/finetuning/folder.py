@@ -156,7 +156,7 @@ def train_seconds(outcome: Outcome) -> float:
     """The seconds of training of all models; the first seed with the best rate is in both lists, and counts once."""
     seconds = {}
     for result in (*outcome.rates, *outcome.seeds):
-        seconds[result["learning_rate"], result["seed"]] = result["seconds"]
+        seconds[attempt_of(result)] = result["seconds"]
     return round(sum(seconds.values()), 2)
 
 

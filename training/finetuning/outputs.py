@@ -38,7 +38,7 @@ def make_collator(task: Task, model: transformers.PreTrainedModel, tokenizer):
     return task.collator(tokenizer, pad_to_multiple_of=multiple)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def outputs_of(
     task: Task, model: transformers.PreTrainedModel, tokenizer, inputs: list[dict], rows_at_once: int
 ) -> Outputs:
@@ -65,7 +65,7 @@ def outputs_of(
     labels = []
     mine = batches[state.process_index :: state.num_processes]
     for numbers in mine:
-        batch = collate([dict(inputs[number]) for number in numbers])  # copies: a collator may take out labels
+        batch = collate([inputs[number] for number in numbers])
         labels.append(batch.pop("labels").numpy())
         batch = {name: tensor.to(state.device) for name, tensor in batch.items()}
         logits.append(task.logits(model(**batch), batch["attention_mask"]).float().cpu().numpy())
