@@ -12,7 +12,7 @@ from text_sources import texts, write_files
 from d2l_bert.messages import UserError
 from d2l_bert.tokenization.sources import dataset_builder, dataset_folder, dataset_source
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.splits import _read_dataset
+from d2l_bert.training.finetuning.rows import read_dataset
 
 
 ROWS = {"text": [f"Row {number} of the text." for number in range(40)], "label": [0, 1] * 20}
@@ -26,13 +26,13 @@ def saved(folder, split=None):
 def read_both(folder, split="train"):
     """What pretraining and fine-tuning read of the dataset."""
     config = FinetuneConfig(model="x", task="text-classification", dataset=str(folder), train_split=split)
-    return texts(dataset_source(str(folder), split=split)), _read_dataset(str(folder), config, {})
+    return texts(dataset_source(str(folder), split=split)), read_dataset(str(folder), config, {})
 
 
 def refused(folder, said):
     for read in (
         lambda: texts(dataset_source(str(folder))),
-        lambda: _read_dataset(str(folder), FinetuneConfig(model="x", task="regression", dataset=str(folder)), {}),
+        lambda: read_dataset(str(folder), FinetuneConfig(model="x", task="regression", dataset=str(folder)), {}),
     ):
         with pytest.raises(UserError, match=said) as refusal:
             read()

@@ -19,7 +19,7 @@ from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import open_sources, prepare
 from d2l_bert.tokenization.sources import file_source
-from d2l_bert.training.finetuning.splits import read_file
+from d2l_bert.training.finetuning.rows import read_file
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -21,9 +21,8 @@ from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import open_sources
 from d2l_bert.tokenization.sources import dataset_errors, file_source, lines_and_cells
 from d2l_bert.tokenization.tables import file_kind
-from d2l_bert.training.finetuning import splits
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.splits import read_file
+from d2l_bert.training.finetuning.rows import read_dataset, read_file
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.csv", "a.csv.zst", "a.parquet"])
@@ -363,7 +362,7 @@ def test_a_dataset_with_such_a_time_is_read(tmp_path):
     (tmp_path / "saved").mkdir()
     pq.write_table(pa.table({"text": ["one", "two"], "time": times}), tmp_path / "saved" / "train.parquet")
     config = FinetuneConfig(model="", task="text-classification", dataset=str(tmp_path / "saved"), output_dir="")
-    (split,) = splits._read_dataset(str(tmp_path / "saved"), config, ()).values()
+    (split,) = read_dataset(str(tmp_path / "saved"), config, ()).values()
     assert split.rows[1].cells == {"text": "two", "time": "33658-09-27T01:46:40.000000"}
 
 

@@ -212,7 +212,7 @@ def finetune_command(arguments) -> None:
     figures of every seed, the predictions for the test rows, pictures and a model card. docs/finetune.md has a command
     for each kind of task.
     """
-    from d2l_bert.training.finetuning.run import finetune
+    from d2l_bert.training.finetuning.train import finetune
 
     keep_freed_memory()
     finetune(options_of(arguments))
