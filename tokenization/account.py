@@ -2,7 +2,7 @@
 
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TypedDict
 
 from tokenizers import pre_tokenizers
@@ -12,6 +12,7 @@ from d2l_bert.tokenization.rules import (
     MOST_MIXED_CASE,
     NOTICEABLE,
     ZERO_WIDTH_SPACE,
+    Contents,
     count_characters,
     count_marks,
     count_words,
@@ -21,9 +22,11 @@ from d2l_bert.tokenization.rules import (
 from d2l_bert.tokenization.wordpiece import plain_backend, text_backend
 
 
-# Beyond these shares a line names the cause, and the option that mends it: of characters in [UNK]; of characters that
-# are dropped (marks: `NOTICEABLE`); of word types that became equal to another; of vocabulary entries with a digit.
-REMARKED_UNKNOWN, REMARKED_DROPPED, REMARKED_MERGED, REMARKED_DIGITS = 0.01, 0.005, 0.01, 0.25
+# Beyond these shares a line names the cause, and the option that mends it. For marks, it is `NOTICEABLE`.
+REMARKED_UNKNOWN = 0.01  # of the characters, in [UNK]
+REMARKED_DROPPED = 0.005  # of the characters
+REMARKED_MERGED = 0.01  # of the word types, which became equal to another
+REMARKED_DIGITS = 0.25  # of the vocabulary's entries, which hold a digit
 
 
 class AccountRecord(TypedDict):
@@ -38,34 +41,44 @@ class AccountRecord(TypedDict):
     merged_examples: list[list[str]]
 
 
+# A count, and the count that it is a part of.
+PARTS_OF_COUNTS = {
+    "unknown_characters": "characters",
+    "dropped_characters": "characters",
+    "merged_types": "word_types",
+}
+
+
 def check_account(account: AccountRecord) -> None:
     """Raise `ValueError` if an account that was read from a file holds numbers that no text has."""
     for name, value in account.items():
-        is_count = name != "merged_examples"
-        if is_count and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63):
-            raise ValueError(f"the count of {name:.100} is {value!r:.100}")
-    for part, whole in (
-        ("unknown_characters", "characters"),
-        ("dropped_characters", "characters"),
-        ("merged_types", "word_types"),
-    ):
+        if name != "merged_examples":
+            check_count(name, value)
+    for part, whole in PARTS_OF_COUNTS.items():
         if account[part] > account[whole]:
             raise ValueError(f"the count of {part} is more than that of {whole}")
-    if any(len(pair) != 2 for pair in account["merged_examples"]):
-        raise ValueError("merged_examples holds something else than pairs")
+    for pair in account["merged_examples"]:
+        if len(pair) != 2:
+            raise ValueError("merged_examples holds something else than pairs")
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise `ValueError` if the value of an entry that was read from a file is no count of 63 bits."""
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"the count of {name:.100} is {value!r:.100}")
 
 
 def unknown_share(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> float:
     """The share of the texts' characters, white space aside, that stand in `[UNK]`; 0 for a text without any."""
-    return share_unknown(account_of(count_words(texts), tokenizer))
+    return unknown_part(account_of(count_words(texts), tokenizer))
 
 
-def share_unknown(account: dict) -> float:
+def unknown_part(account: AccountRecord) -> float:
     """`unknown_share` of the text that an account is of."""
     return account["unknown_characters"] / max(account["characters"], 1)
 
 
-def account_of(words: Counter, tokenizer: PreTrainedTokenizerBase) -> dict:
+def account_of(words: Counter, tokenizer: PreTrainedTokenizerBase) -> AccountRecord:
     """
     What a tokenizer makes of a text, in numbers that can be added up over texts.
 
@@ -78,38 +91,67 @@ def account_of(words: Counter, tokenizer: PreTrainedTokenizerBase) -> dict:
         `word_types`, and of them `merged_types`, which have the tokens of another word type that differs by more than
         case and normal form; `merged_examples`, a few of these.
     """
-    normalizer, unk = tokenizer.backend_tokenizer.normalizer, tokenizer.unk_token_id
+    normalizer = tokenizer.backend_tokenizer.normalizer
     if normalized(ZERO_WIDTH_SPACE, normalizer).isspace():  # to this tokenizer it ends a word
         words = split_words(words, None, pre_tokenizers.Split(ZERO_WIDTH_SPACE, "removed"))
     characters = count_characters(words)
-    marks, dropped, unknown, merged = 0, 0, 0, 0
+    dropped_marks, dropped_characters = _count_dropped(characters, normalizer)
+    unknown_characters, words_by_ids = _encode(words, tokenizer)
+    merged_types, merged_examples = _find_merged(words_by_ids, words)
+    return {
+        "characters": sum(characters.values()),
+        "unknown_characters": unknown_characters,
+        "dropped_marks": dropped_marks,
+        "dropped_characters": dropped_characters,
+        "word_types": len(words),
+        "merged_types": merged_types,
+        "merged_examples": merged_examples,
+    }
+
+
+def _count_dropped(characters, normalizer):
+    """How many marks, and how many other characters, a normalizer drops."""
+    dropped_marks = 0
+    dropped_characters = 0
     for character, count in characters.items():
         kept = normalized(character, normalizer)
-        lost = count_marks(character) - count_marks(kept)
-        marks += count * max(lost, 0)
-        dropped += count * (not kept and not lost)
-    backend, of_tokens, examples = plain_backend(text_backend(tokenizer)), {}, []
+        lost_marks = count_marks(character) - count_marks(kept)
+        dropped_marks += count * max(lost_marks, 0)
+        if not kept and not lost_marks:
+            dropped_characters += count
+    return dropped_marks, dropped_characters
+
+
+def _encode(words, tokenizer):
+    """How many characters of the words stand in `[UNK]`; the words that have the same ids, in a list for these ids."""
+    backend = plain_backend(text_backend(tokenizer))
+    unk = tokenizer.unk_token_id
+    unknown_characters = 0
+    words_by_ids = {}
     for word, count in words.items():
         encoding = backend.encode(word, add_special_tokens=False)
-        if unk in (ids := encoding.ids):
+        ids = encoding.ids
+        if unk in ids:
             spans = zip(ids, encoding.offsets, strict=True)
-            found = sum(end - start for id, (start, end) in spans if id == unk)
-            unknown += count * min(found, len(word))  # of one character a tokenizer may make several tokens
-        of_tokens.setdefault(tuple(ids), []).append(word)
-    for same in of_tokens.values():
+            in_unknown = sum(end - start for index, (start, end) in spans if index == unk)
+            # A tokenizer may make several tokens of one character.
+            unknown_characters += count * min(in_unknown, len(word))
+        words_by_ids.setdefault(tuple(ids), []).append(word)
+    return unknown_characters, words_by_ids
+
+
+def _find_merged(words_by_ids, counts):
+    """How many words have the ids of another that differs by more than case and normal form; three pairs of them."""
+    merged = 0
+    pairs = []
+    for same in words_by_ids.values():
         different = {unicodedata.normalize("NFKC", word).lower(): word for word in same}
         if len(different) > 1:
             merged += len(same)
-            examples.append((sum(words[word] for word in same), list(different.values())[:2]))
-    return {
-        "characters": sum(characters.values()),
-        "unknown_characters": unknown,
-        "dropped_marks": marks,
-        "dropped_characters": dropped,
-        "word_types": len(words),
-        "merged_types": merged,
-        "merged_examples": [pair for _, pair in sorted(examples, reverse=True)[:3]],
-    }
+            occurrences = sum(counts[word] for word in same)
+            pairs.append((occurrences, list(different.values())[:2]))
+    pairs.sort(reverse=True)
+    return merged, [pair for _, pair in pairs[:3]]
 
 
 def facts_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
@@ -121,11 +163,12 @@ def facts_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
         `entries_with_digits`: how many entries of the vocabulary are digits, or hold one.
     """
     normalizer = tokenizer.backend_tokenizer.normalizer
+    entries_with_digits = [entry for entry in tokenizer.get_vocab() if any(map(str.isdecimal, entry))]
     return {
         "class": type(tokenizer).__name__,
         "lowercase": normalized("A", normalizer) == "a",
         "strip_accents": normalized("\u00e9", normalizer) == "e",
-        "entries_with_digits": sum(any(map(str.isdecimal, entry)) for entry in tokenizer.get_vocab()),
+        "entries_with_digits": len(entries_with_digits),
     }
 
 
@@ -133,20 +176,28 @@ def facts_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
 # Lines for the user
 
 
-def account_line(account: dict) -> str:
+def account_line(account: AccountRecord) -> str:
     """What a tokenizer loses of a text (`account_of`), in one line."""
     merged = account["merged_types"] / max(account["word_types"], 1)
     return (
-        f"of {account['characters']:,} characters: {share_unknown(account):.2%} stand in [UNK]; dropped are "
+        f"of {account['characters']:,} characters: {unknown_part(account):.2%} stand in [UNK]; dropped are "
         f"{account['dropped_marks']:,} marks and {account['dropped_characters']:,} control, invisible or private-use "
         f"characters; of {account['word_types']:,} word types {merged:.2%} became equal to another that differs by "
         f"more than case (--lowercase false keeps case)"
     )
 
 
+OTHER_TOKENIZER = "give another tokenizer, or leave --tokenizer and --init_from out to train one on this text"
+INVISIBLE = "BERT's cleaning drops control, invisible and private-use characters: take them out, or replace them"
+
+
 def remarks(
-    account: dict, contents: dict, tokenizer: PreTrainedTokenizerBase, is_given: bool, language: str | None
-) -> list[str]:
+    account: AccountRecord,
+    contents: Contents,
+    tokenizer: PreTrainedTokenizerBase,
+    is_given: bool,
+    language: str | None,
+) -> Iterator[str]:
     """
     A line for each thing that is lost, with its cause and the option that mends it.
 
@@ -156,49 +207,70 @@ def remarks(
         is_given: whether the tokenizer existed before.
         language: the option.
     """
-    facts, unknown = facts_of(tokenizer), share_unknown(account)
-    composed, decomposed = (normalized(form, tokenizer.backend_tokenizer.normalizer) for form in ("\u00e9", "e\u0301"))
-    other = "another tokenizer, or leave --tokenizer and --init_from out to train one on this text"
-    strip = f"give {other}" if is_given else "--strip_accents false keeps them"
-    case = f"give {other}" if is_given else "--lowercase false keeps it"
-    alphabet = (
-        f"the tokenizer lacks their characters: give {other}, or add words with --extend_vocab"
-        if is_given
-        else "their characters are too many for the vocabulary: raise --vocab_size, or --limit_alphabet if it is given"
-    )
-    examples = "; ".join(" = ".join(map(repr, pair)) for pair in account["merged_examples"])
-    invisible = "BERT's cleaning drops control, invisible and private-use characters: take them out, or replace them"
-    causes = {
-        invisible: account["dropped_characters"],
-        alphabet: account["unknown_characters"],
-        strip: account["dropped_marks"],
-    }
-    cause = max(causes, key=causes.get)
-    digits = facts["entries_with_digits"] / len(tokenizer)
-    is_turkish = contents["dotless"] > NOTICEABLE or (language or "").partition("-")[0] in ("tr", "az")
-    script = {"Han": "Chinese"}.get(contents["script"], contents["script"].replace("_", " "))
-    lines = {
-        f"{unknown:.1%} of the characters stand in [UNK]; {alphabet}": unknown > REMARKED_UNKNOWN,
-        f"{account['dropped_marks']:,} marks (accents, vowel signs, tones) are dropped; {strip}": (
-            account["dropped_marks"] > NOTICEABLE * account["characters"]
-        ),
-        f"{account['dropped_characters']:,} characters are dropped; {invisible}": (
-            account["dropped_characters"] > REMARKED_DROPPED * account["characters"]
-        ),
-        f"{account['merged_types']:,} of {account['word_types']:,} word types became equal to another that differs by "
-        f"more than case ({examples}); {cause}": (account["merged_types"] > REMARKED_MERGED * account["word_types"]),
-        f"the text mixes composed and decomposed letters (NFC and NFD), so that equal words have other tokens; "
-        f"{'convert it to NFC' if is_given else '--unicode_normalization NFC makes them one'}": (
-            contents["mixed_forms"] > NOTICEABLE and composed != decomposed
-        ),
-        f"{contents['mixed_case']:.0%} of the words have a capital letter inside (aBc), so that case tells words "
-        f"apart, and the tokenizer drops it; {case}": facts["lowercase"] and contents["mixed_case"] > MOST_MIXED_CASE,
-        f"lower-casing follows English, and I and \u0131, \u0130 and i are different letters in Turkish and Azeri; "
-        f"{case}": facts["lowercase"] and is_turkish,
-        f"{digits:.0%} of the vocabulary's entries hold digits; --individual_digits true makes every digit a word": (
-            digits > REMARKED_DIGITS and not is_given
-        ),
-        f"most letters are {script}, and sentences are split as in English; name the language of the text with "
-        f"--language": contents["script"] not in ("", "Latin") and not language,
-    }
-    return [line for line, holds in lines.items() if holds]
+    yield from _remarks_on_losses(account, is_given)
+    yield from _remarks_on_letters(contents, tokenizer, is_given, language)
+    with_digits = facts_of(tokenizer)["entries_with_digits"] / len(tokenizer)
+    if with_digits > REMARKED_DIGITS and not is_given:
+        yield (
+            f"{with_digits:.0%} of the vocabulary's entries hold digits; --individual_digits true makes every digit a "
+            f"word"
+        )
+    if contents["script"] not in ("", "Latin") and not language:
+        script = "Chinese" if contents["script"] == "Han" else contents["script"].replace("_", " ")
+        yield (
+            f"most letters are {script}, and sentences are split as in English; name the language of the text with "
+            f"--language"
+        )
+
+
+def _remarks_on_losses(account, is_given):
+    """Lines about characters in `[UNK]`, characters that are dropped, and words that became equal."""
+    keep_marks = OTHER_TOKENIZER if is_given else "--strip_accents false keeps them"
+    if is_given:
+        know_more = f"the tokenizer lacks their characters: {OTHER_TOKENIZER}, or add words with --extend_vocab"
+    else:
+        know_more = (
+            "their characters are too many for the vocabulary: raise --vocab_size, or --limit_alphabet if it is given"
+        )
+    unknown = unknown_part(account)
+    if unknown > REMARKED_UNKNOWN:
+        yield f"{unknown:.1%} of the characters stand in [UNK]; {know_more}"
+    if account["dropped_marks"] > NOTICEABLE * account["characters"]:
+        yield f"{account['dropped_marks']:,} marks (accents, vowel signs, tones) are dropped; {keep_marks}"
+    if account["dropped_characters"] > REMARKED_DROPPED * account["characters"]:
+        yield f"{account['dropped_characters']:,} characters are dropped; {INVISIBLE}"
+    if account["merged_types"] > REMARKED_MERGED * account["word_types"]:
+        examples = "; ".join(f"{one!r} = {other!r}" for one, other in account["merged_examples"])
+        losses = {
+            INVISIBLE: account["dropped_characters"],
+            know_more: account["unknown_characters"],
+            keep_marks: account["dropped_marks"],
+        }
+        yield (
+            f"{account['merged_types']:,} of {account['word_types']:,} word types became equal to another that "
+            f"differs by more than case ({examples}); {max(losses, key=losses.get)}"
+        )
+
+
+def _remarks_on_letters(contents, tokenizer, is_given, language):
+    """Lines about normal forms and case."""
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    is_lower_case = normalized("A", normalizer) == "a"
+    keep_case = OTHER_TOKENIZER if is_given else "--lowercase false keeps it"
+    if contents["mixed_forms"] > NOTICEABLE and normalized("\u00e9", normalizer) != normalized("e\u0301", normalizer):
+        make_one = "convert it to NFC" if is_given else "--unicode_normalization NFC makes them one"
+        yield (
+            f"the text mixes composed and decomposed letters (NFC and NFD), so that equal words have other tokens; "
+            f"{make_one}"
+        )
+    if is_lower_case and contents["mixed_case"] > MOST_MIXED_CASE:
+        yield (
+            f"{contents['mixed_case']:.0%} of the words have a capital letter inside (aBc), so that case tells words "
+            f"apart, and the tokenizer drops it; {keep_case}"
+        )
+    is_turkish = (language or "").partition("-")[0] in ("tr", "az")
+    if is_lower_case and (is_turkish or contents["dotless"] > NOTICEABLE):
+        yield (
+            f"lower-casing follows English, and I and \u0131, \u0130 and i are different letters in Turkish and "
+            f"Azeri; {keep_case}"
+        )

@@ -23,7 +23,7 @@ from d2l_bert.tokenization.account import (
     check_account,
     facts_of,
     remarks,
-    share_unknown,
+    unknown_part,
     unknown_share,
 )
 from d2l_bert.tokenization.cache import cache_folder, cached
@@ -152,7 +152,7 @@ def _hold_out(prepared, part, run, name):
 
 def check_unknown_share(name: str, account: dict, run: TextConfig) -> None:
     """Raise `UserError` if more of the text `name` stands in `[UNK]` than `max_unknown_share`."""
-    if (share := share_unknown(account)) > run.max_unknown_share:
+    if (share := unknown_part(account)) > run.max_unknown_share:
         raise UserError(
             f"{name}: {share:.1%} of the characters stand in [UNK], which teach a model nothing; train a tokenizer on "
             f"this text, with a larger vocab_size or limit_alphabet if it was, or allow it with max_unknown_share"
