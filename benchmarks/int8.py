@@ -51,9 +51,9 @@ def main():
     parser.add_argument("--corpus", nargs="+", required=True, metavar="PATH")
     arguments = parser.parse_args()
     sources = prepare.open_sources(arguments.corpus, [], "", TextConfig(), None)
-    name, store = prepare.read_sources(sources, None)
-    sentences = list(store.part().sample(CHARACTERS))
-    print(f"{len(sentences):,} sentences of {name}, {torch.get_num_threads()} threads")
+    text = prepare.read_sources(sources, None)
+    sentences = list(text.store.part().sample(CHARACTERS))
+    print(f"{len(sentences):,} sentences of {text.name}, {torch.get_num_threads()} threads")
     for folder in arguments.folders:
         in_float, in_int8 = cost_of_int8(folder, sentences).values()
         print(

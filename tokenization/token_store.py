@@ -247,6 +247,10 @@ class TokenizedCorpus:
         """The number of documents."""
         return len(self.document_starts) - 1
 
+    def word_count(self) -> int:
+        """The number of words."""
+        return int(self.words_before[-1])
+
     def first_tokens(self, documents: np.ndarray) -> np.ndarray:
         """The number of the first token of each document (n,); `len(self)` as a document gives the corpus's size."""
         return self.sentence_starts[self.document_starts[documents]]

@@ -146,16 +146,17 @@ def read_text(config: EvaluateConfig, model: MaskedModel) -> tuple[str, text_sto
     run = run_of(model, config) if config.held_out else PretrainConfig(dataset_split=config.dataset_split)
     run = dataclasses.replace(run, **given)
     sources = prepare.open_sources(config.corpus, config.dataset, run.dataset_split, run, run.max_documents)
-    name, store = prepare.read_sources(sources, run.language)
+    text = prepare.read_sources(sources, run.language)
+    store = text.store
     if not len(store):
-        raise messages.UserError(f"{name}: holds no sentence; give more text")
+        raise messages.UserError(f"{text.name}: holds no sentence; give more text")
     if not config.held_out:
-        return name, store.part()
-    with messages.explained(name, "", messages.UserError):
+        return text.name, store.part()
+    with messages.explained(text.name, "", messages.UserError):
         documents = text_store.held_out_documents(
             store.hashes, store.characters, run.validation_fraction, run.max_validation_characters
         )
-    return f"{name}, held out", store.part(documents)
+    return f"{text.name}, held out", store.part(documents)
 
 
 def evaluate_text(
