@@ -27,7 +27,7 @@ from d2l_bert.tokenization.account import (
     unknown_share,
 )
 from d2l_bert.tokenization.cache import cache_folder, cached
-from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig, dataset_and_config
+from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
 from d2l_bert.tokenization.encoding import prepare_tokens
 from d2l_bert.tokenization.prepared_folder import (
     MOST_NAMES,
@@ -44,8 +44,7 @@ from d2l_bert.tokenization.rules import (
     contents_of,
     count_words,
 )
-from d2l_bert.tokenization.sentences import Source
-from d2l_bert.tokenization.sources import dataset_source, file_source
+from d2l_bert.tokenization.sources import HowToRead, Source, WhatToRead, open_sources
 from d2l_bert.tokenization.text_store import TextPart, TextStore, held_out_documents, prepare_text
 from d2l_bert.tokenization.token_store import TokenizedCorpus
 
@@ -107,7 +106,8 @@ def _from_text(run, existing):
     """The `PreparedText` of files and datasets; with a validation text, nothing is held out."""
     assert existing is not None or run.existing_tokenizer() is None, "the tokenizer that the run names is not given"
     validation = _open_validation(run)
-    sources = open_sources(run.text_paths(), run.dataset, run.dataset_split, run, run.max_documents)
+    what = WhatToRead(paths=run.text_paths(), datasets=run.dataset, split=run.dataset_split)
+    sources = open_sources(what, HowToRead.of(run))
     text = read_sources(sources, run.language)
     reading = dict(text.reading)
     with explained(text.name, "", UserError):
@@ -243,52 +243,14 @@ def check_unknown_share(name: str, account: AccountRecord, run: TextConfig) -> N
 
 def _open_validation(run):
     """The sources of the validation text; an empty list without one."""
-    return open_sources(
-        run.validation_corpus,
-        run.validation_dataset,
-        run.validation_split,
-        run,
-        None,
-        ("--validation_corpus", "--validation_split"),
+    what = WhatToRead(
+        paths=run.validation_corpus,
+        datasets=run.validation_dataset,
+        split=run.validation_split,
+        paths_flag="--validation_corpus",
+        split_flag="--validation_split",
     )
-
-
-def open_sources(
-    paths: Sequence[str],
-    datasets: Sequence[str],
-    split: str,
-    run: TextConfig,
-    max_documents: int | None,
-    options: tuple[str, str] = ("--corpus", "--dataset_split"),
-) -> list[Source]:
-    """
-    One source for each path, then one source for each dataset.
-
-    Args:
-        paths: files, folders, or `python-docs`.
-        datasets: ids and folders, as `config.dataset_and_config` reads them.
-        split: the split to read of each dataset.
-        run: the options of the run: the column to read, where documents end, the number of processes, and whether to
-            stream.
-        max_documents: the most documents to read from each source; None for all.
-        options: the flags that give `paths` and `split`, for error messages.
-
-    Raises:
-        UserError: a source does not exist or cannot be opened.
-    """
-    both = {"text_column": run.text_column, "max_documents": max_documents, "documents": run.documents}
-    sources = [file_source(path, processes=run.processes(), separator=run.separator, **both) for path in paths]
-    sources += [
-        dataset_source(*dataset_and_config(name), split, streaming=run.streaming, options=options, **both)
-        for name in datasets
-    ]
-    seen = set()
-    for source in sources:
-        identity = short_hash(source.identity)
-        if identity in seen:
-            raise UserError(f"{shortened(source.name, 200)} is given twice; give it once")
-        seen.add(identity)
-    return sources
+    return open_sources(what, dataclasses.replace(HowToRead.of(run), max_documents=None))
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from d2l_bert.tokenization.account import AccountRecord, check_account, check_co
 from d2l_bert.tokenization.cache import cache_folder, cached
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
 from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
+from d2l_bert.tokenization.files import PREPARED_FILE
 from d2l_bert.tokenization.rules import Rules, WordUnit
-from d2l_bert.tokenization.sources import PREPARED_FILE
 from d2l_bert.tokenization.token_store import (
     ARRAYS,
     STORE_FILE,

@@ -16,9 +16,11 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from d2l_bert.tokenization.documents import Document
 from d2l_bert.tokenization.processes import in_order
-from d2l_bert.tokenization.sentences import Document
 
+
+PYTHON_DOCS = "python-docs"  # the name of this corpus, in place of a path
 
 # Files that a process parses in one call: some 50 ms of work, so that sending names and paragraphs costs little.
 FILES_AT_ONCE = 32

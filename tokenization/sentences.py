@@ -1,33 +1,13 @@
-"""Documents as paragraphs, and their sources; splits them into sentences, and groups sentences into blocks."""
+"""Splits documents into sentences, and groups sentences into blocks."""
 
-import dataclasses
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import sentencex
 
-
-@dataclasses.dataclass
-class Document:
-    """
-    One text as a sequence of paragraphs.
-
-    Args:
-        paragraphs: strings of one line each, or of one line a sentence. May be an iterator: read the paragraphs only
-            once.
-        source: the number of the document's source in the list of the run's sources, from 0.
-        are_sentences: whether each line of a paragraph is a sentence.
-    """
-
-    paragraphs: Iterable[str]
-    source: int = 0
-    are_sentences: bool = False
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sentences
+from d2l_bert.tokenization.documents import Document
 
 
 # Characters. A longer "sentence" is text without full stops: it is cut, or truncating pairs would lose most of it.
@@ -135,40 +115,3 @@ def _cut(sentence):
         start = end + (sentence[end] == " ")
     if start < len(sentence):
         yield sentence[start:]
-
-
-@dataclasses.dataclass
-class Source:
-    """
-    One file, folder or dataset with text.
-
-    Args:
-        name: shown in messages and on the model card.
-        identity: JSON values that change whenever the documents do, but not with the place of the files: hashes of
-            their content, and the options they are read with.
-        documents: an iterator, so the documents can be read only once.
-        counts: increased while the documents are read: "rows without text" of tables and datasets, "files without
-            text", and how the others were read (`Division`).
-        is_on_hub: whether the source is a dataset on the Hub.
-        linked: how many files of a folder lie outside of it, behind links.
-    """
-
-    name: str
-    identity: list
-    documents: Iterator[Document]
-    counts: Counter
-    is_on_hub: bool = False
-    linked: int = 0
-
-
-def all_documents(sources: Sequence[Source]) -> Iterator[Document]:
-    """
-    The documents of all sources, one source after the other, each with the number of its source.
-
-    Raises:
-        UserError: a source cannot be read, or a process that reads `python-docs` was killed or could not be started.
-    """
-    for number, source in enumerate(sources):
-        for document in source.documents:
-            document.source = number
-            yield document

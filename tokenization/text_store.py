@@ -19,7 +19,8 @@ import pyarrow as pa
 from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, shortened, with_progress
 from d2l_bert.records import read_record
 from d2l_bert.tokenization.cache import cached
-from d2l_bert.tokenization.sentences import FEWEST_DOCUMENTS, Source, all_documents, split_sentences
+from d2l_bert.tokenization.sentences import FEWEST_DOCUMENTS, split_sentences
+from d2l_bert.tokenization.sources import Source, all_documents
 
 
 # Raise TEXT_FORMAT by 1 when the same sources with the same options would give other sentences, blocks or hashes: text

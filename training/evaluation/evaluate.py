@@ -20,7 +20,7 @@ from d2l_bert.model_cards.blimp import BLIMP, PHENOMENON_OF
 from d2l_bert.modeling.records import Metrics
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.records import read_record
-from d2l_bert.tokenization import account, sources, wordpiece
+from d2l_bert.tokenization import account, files, wordpiece
 from d2l_bert.training import devices
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.evaluation import masked_models, minimal_pairs, pseudo_likelihood, text
@@ -64,7 +64,7 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         if config.line_scores:
             if len(models) > 1:
                 raise messages.UserError("line_scores is for one model; name one")
-            if config.line_scores == sources.STDIN and accelerator.num_processes > 1:
+            if config.line_scores == files.STDIN and accelerator.num_processes > 1:
                 raise messages.UserError("line_scores -: one process alone can read the standard input; give a file")
             models[0].to(accelerator.device)
             pseudo_likelihood.print_line_scores(models[0], config, accelerator)

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from d2l_bert import messages
 from d2l_bert.options import BATCHES, TEXT
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.tokenization import account, cache, encoding, prepare, text_store, token_store
+from d2l_bert.tokenization import account, cache, encoding, prepare, sources, text_store, token_store
 from d2l_bert.tokenization.config import SourceConfig
 from d2l_bert.training import devices, held_out
 from d2l_bert.training.config import PretrainConfig
@@ -145,8 +145,8 @@ def read_text(config: EvaluateConfig, model: MaskedModel) -> tuple[str, text_sto
     given = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
     run = run_of(model, config) if config.held_out else PretrainConfig(dataset_split=config.dataset_split)
     run = dataclasses.replace(run, **given)
-    sources = prepare.open_sources(config.corpus, config.dataset, run.dataset_split, run, run.max_documents)
-    text = prepare.read_sources(sources, run.language)
+    what = sources.WhatToRead(paths=config.corpus, datasets=config.dataset, split=run.dataset_split)
+    text = prepare.read_sources(sources.open_sources(what, sources.HowToRead.of(run)), run.language)
     store = text.store
     if not len(store):
         raise messages.UserError(f"{text.name}: holds no sentence; give more text")

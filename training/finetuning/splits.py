@@ -14,7 +14,7 @@ import numpy as np
 from d2l_bert import folders
 from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, refuse_first
 from d2l_bert.model_cards.card import local_name
-from d2l_bert.tokenization import sources, tables
+from d2l_bert.tokenization import hub_datasets, tables
 from d2l_bert.tokenization.config import dataset_and_config
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.tasks import Row, Task, name_of
@@ -232,12 +232,12 @@ def _read_dataset(
 
     path, part = dataset_and_config(name)
     hint = "give an id on the Hub, or a folder of save_to_disk or of data files; --train_file takes a file"
-    with sources.dataset_errors(path, hint):
-        if sources.is_saved_dataset(path):
-            found = {split or "train": rows for split, rows in sources.saved_splits(path).items()}
+    with hub_datasets.dataset_errors(path, hint):
+        if hub_datasets.is_saved_dataset(path):
+            found = {split or "train": rows for split, rows in hub_datasets.saved_splits(path).items()}
         else:
             # Of CSV files pandas would read the words None, NA and null as empty.
-            is_csv = hasattr(sources.dataset_builder(path, part).config, "keep_default_na")
+            is_csv = hasattr(hub_datasets.dataset_builder(path, part).config, "keep_default_na")
             found = datasets.load_dataset(path, part, **({"keep_default_na": False} if is_csv else {}))
     asked = {split: getattr(config, f"{split}_split") for split in SPLITS if split not in read}
     splits = {}

@@ -15,7 +15,7 @@ import torch
 from d2l_bert import folders, messages
 from d2l_bert.inference.config import EmbedConfig
 from d2l_bert.modeling import conversion, loading
-from d2l_bert.tokenization import account, long_texts, rules, sources, tables
+from d2l_bert.tokenization import account, files, long_texts, rules, tables
 from d2l_bert.tokenization.division import grouped
 
 
@@ -48,7 +48,7 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
 
     Args:
         name: the model, a folder or an id on the Hub; any encoder of Transformers.
-        file: as in `sources.lines_and_cells`. Vectors that it has are taken as they are.
+        file: as in `files.lines_and_cells`. Vectors that it has are taken as they are.
 
     Returns:
         A message: what was written, and for each text the nearest lines, nearest first, with their cosine (`evened`)
@@ -58,8 +58,8 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
         UserError: an option, the model, the file or the output is refused; no line has a text. No file is left.
     """
     config.check()
-    source = "standard input" if file == sources.STDIN else file
-    all_rows = sources.lines_and_cells(file, config.text_column, config.separator)
+    source = "standard input" if file == files.STDIN else file
+    all_rows = files.lines_and_cells(file, config.text_column, config.separator)
     tables.check_separator(config.separator, [Path(file)])
     model, tokenizer = loading.load_encoder(name)
     most = conversion.longest_input(model, tokenizer)
