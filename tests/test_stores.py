@@ -122,10 +122,10 @@ def test_what_the_cache_keeps_of_a_text_is_kept_apart_by_all_that_it_follows_fro
     options = [{"vocab_size": 300}, {"vocab_size": 60}, {"vocab_size": 300, "lowercase": False}]
     trained = [prepare.prepare(PretrainConfig(corpus=[str(books)], **some)) for some in options]
     assert len({wordpiece.tokenizer_fingerprint(prepared.tokenizer) for prepared in trained}) == 3
-    # An existing tokenizer has an account of its own.
+    # An existing tokenizer has a coverage of its own.
     few = BertTokenizer(vocab={piece: index for index, piece in enumerate([*wordpiece.SPECIAL_TOKENS, *"abc", "##a"])})
     run = PretrainConfig(corpus=[str(books)], max_unknown_share=1)
-    many, most = (prepare.prepare(run, tokenizer).account["unknown_characters"] for tokenizer in (other, few))
+    many, most = (prepare.prepare(run, tokenizer).coverage["unknown_characters"] for tokenizer in (other, few))
     assert most > 10 * many
 
 

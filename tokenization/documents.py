@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from d2l_bert.tokenization import tables
-from d2l_bert.tokenization.division import divided, find_division, grouped
 from d2l_bert.tokenization.rules import DELETED
+from d2l_bert.tokenization.text_layout import find_layout, grouped, split_documents
 
 
 # How lines divide a text file or rows is found from the first lines or rows with this many characters. A paragraph of
@@ -42,17 +42,17 @@ def text_documents(lines: Iterator[str], counts: Counter, documents: str = "auto
     Args:
         lines: of the file, as in `files.decoded`.
         counts: how the file was read is counted.
-        documents: where documents end, as in `find_division`.
+        documents: where documents end, as in `find_layout`.
 
     Raises:
         UserError: as in `decoded`.
     """
     first = _beginning(lines)
-    division = find_division(first, documents)
-    are_sentences = division.lines == "sentences"
-    found = divided(itertools.chain(first, lines), division, READ_CHARACTERS)
+    layout = find_layout(first, documents)
+    are_sentences = layout.lines == "sentences"
+    found = split_documents(itertools.chain(first, lines), layout, READ_CHARACTERS)
     for number, paragraphs in enumerate(found):
-        counts[f"files {division}"] += number == 0
+        counts[f"files {layout}"] += number == 0
         yield Document(paragraphs, are_sentences=are_sentences)
 
 
@@ -72,8 +72,8 @@ def row_documents(texts: Iterable[str], counts: Counter, documents: str = "auto"
     lines = []
     for text in first:
         lines += ["", *tables.LINE_END.split(text.strip())]
-    division = find_division(lines[1:], "file" if documents == "auto" else documents)
-    are_sentences = division.lines == "sentences"
+    layout = find_layout(lines[1:], "file" if documents == "auto" else documents)
+    are_sentences = layout.lines == "sentences"
     rows = itertools.chain(first, texts)
     if documents == "file":
         paragraphs = (" ".join(DELETED.sub("", text).split()) for text in rows)
@@ -82,8 +82,8 @@ def row_documents(texts: Iterable[str], counts: Counter, documents: str = "auto"
             yield Document(block, are_sentences=are_sentences)
         return
     for text in rows:
-        counts[f"rows {division}"] += 1
-        for paragraphs in divided(tables.LINE_END.split(text), division, READ_CHARACTERS):
+        counts[f"rows {layout}"] += 1
+        for paragraphs in split_documents(tables.LINE_END.split(text), layout, READ_CHARACTERS):
             yield Document(paragraphs, are_sentences=are_sentences)
 
 

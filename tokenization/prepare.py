@@ -15,19 +15,19 @@ from d2l_bert.folders import short_hash
 from d2l_bert.messages import UserError, explained, shortened
 from d2l_bert.records import read_record
 from d2l_bert.tokenization import wordpiece
-from d2l_bert.tokenization.account import (
-    REMARKED_UNKNOWN,
-    AccountRecord,
-    account_line,
-    account_of,
-    check_account,
-    facts_of,
-    remarks,
-    unknown_part,
-    unknown_share,
-)
 from d2l_bert.tokenization.cache import cache_folder, cached
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
+from d2l_bert.tokenization.coverage import (
+    REMARKED_UNKNOWN,
+    Coverage,
+    check_coverage,
+    coverage_line,
+    coverage_of,
+    facts_of,
+    measure_unknown_share,
+    remarks,
+    unknown_share,
+)
 from d2l_bert.tokenization.encoding import prepare_tokens
 from d2l_bert.tokenization.prepared_folder import (
     MOST_NAMES,
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 SAMPLED_CHARACTERS = 2_000_000
 
 # Raise TOKENIZER_FORMAT by 1 when the same text with the same options would give another vocabulary, or another
-# account: cached tokenizers are then trained again. `tests/test_formats.py` fails until it is raised.
+# coverage: cached tokenizers are then trained again. `tests/test_formats.py` fails until it is raised.
 TOKENIZER_FORMAT = 5
 
 
@@ -86,7 +86,7 @@ def prepare(run: TextConfig, existing: PreTrainedTokenizerBase | None = None) ->
 def _from_prepared_folders(run):
     """The `PreparedText` of prepared folders; with a validation text, their held-out documents are left aside."""
     prepared = read_prepared_folders([Path(path) for path in run.text_paths()])
-    check_unknown_share(prepared.corpus_name, prepared.account, run)
+    check_unknown_share(prepared.corpus_name, prepared.coverage, run)
     options = prepared.token_options
     validation = _open_validation(dataclasses.replace(run, documents=options["documents"]))
     if not validation:
@@ -120,10 +120,10 @@ def _from_text(run, existing):
             )
         train_part = text.store.part(~is_held_out)
         fitted = fit_tokenizer(run, existing, train_part.sample())
-        logger.info(account_line(fitted.account))
-        for line in remarks(fitted.account, fitted.contents, fitted.tokenizer, existing is not None, run.language):
+        logger.info(coverage_line(fitted.coverage))
+        for line in remarks(fitted.coverage, fitted.contents, fitted.tokenizer, existing is not None, run.language):
             logger.warning(line)
-    check_unknown_share(text.name, fitted.account, run)
+    check_unknown_share(text.name, fitted.coverage, run)
     how = HowToTokenize(fitted.tokenizer, fitted.contents["word_unit"], run.processes())
     train = _tokenize(train_part, how, text.name)
     if validation:
@@ -142,7 +142,7 @@ def _from_text(run, existing):
         source_fingerprints=[short_hash(source.identity) for source in sources],
         text_fingerprint=text.store.fingerprint,
         reading=reading,
-        account=fitted.account,
+        coverage=fitted.coverage,
         tokenizer=fitted.tokenizer,
         tokenizer_report={**facts, "word_unit": how.word_unit, "unknown_share": evaluation.unknown_share},
         train=train,
@@ -204,7 +204,7 @@ class EvaluationText:
 def _evaluation_text(part, how, name):
     """The `EvaluationText` of a part of a text."""
     tokens = _tokenize(part, how, name)
-    share = unknown_share(how.tokenizer, part.sample(SAMPLED_CHARACTERS))
+    share = measure_unknown_share(how.tokenizer, part.sample(SAMPLED_CHARACTERS))
     if share > REMARKED_UNKNOWN:
         logger.warning(
             "the held-out text has characters that the tokenizer lacks, and figures are measured on the others alone; "
@@ -232,9 +232,9 @@ def _validation_text(sources, language, train, how):
     return dataclasses.replace(evaluation, validation=validation)
 
 
-def check_unknown_share(name: str, account: AccountRecord, run: TextConfig) -> None:
+def check_unknown_share(name: str, coverage: Coverage, run: TextConfig) -> None:
     """Raise `UserError` if more of the text `name` stands in `[UNK]` than `max_unknown_share`."""
-    if (share := unknown_part(account)) > run.max_unknown_share:
+    if (share := unknown_share(coverage)) > run.max_unknown_share:
         raise UserError(
             f"{name}: {share:.1%} of the characters stand in [UNK], which teach a model nothing; train a tokenizer on "
             f"this text, with a larger vocab_size or limit_alphabet if it was, or allow it with max_unknown_share"
@@ -295,7 +295,7 @@ CONTENT_FILE = "content.json"
 class FoundInSample(TypedDict):
     """The content of content.json in the cache: what `fit_tokenizer` has found in a sample of a text."""
 
-    account: AccountRecord
+    account: Coverage
     contents: Contents
 
 
@@ -313,12 +313,12 @@ class FittedTokenizer:
 
     Args:
         tokenizer: trained, extended or as it was given.
-        account: what it makes of a sample of the text (`account_of`).
+        coverage: what it makes of a sample of the text (`coverage_of`).
         contents: what the sample is made of (`contents_of`).
     """
 
     tokenizer: PreTrainedTokenizerBase
-    account: AccountRecord
+    coverage: Coverage
     contents: Contents
 
 
@@ -336,7 +336,7 @@ def fit_tokenizer(run: TextConfig, existing: PreTrainedTokenizerBase | None, sam
     def look_at_sample():
         words = count_words(sample)
         contents = contents_of(words)
-        return {"account": account_of(words, existing), "contents": contents}
+        return {"account": coverage_of(words, existing), "contents": contents}
 
     found = _cached_content(sample, wordpiece.text_backend(existing), look_at_sample, _read_found)
     return FittedTokenizer(existing, found["account"], found["contents"])
@@ -361,7 +361,7 @@ def _trained_tokenizer(run, sample):
         return {
             "rules": vars(rules),
             "pieces": wordpiece.pieces(tokenizer),
-            "account": account_of(words, tokenizer),
+            "account": coverage_of(words, tokenizer),
             "contents": contents,
         }
 
@@ -399,7 +399,7 @@ def _read_found(folder, kind=FoundInSample):
         ValueError: it holds something else.
     """
     found = read_record(folder / CONTENT_FILE, kind)
-    check_account(found["account"])
+    check_coverage(found["account"])
     return found
 
 

@@ -25,9 +25,9 @@ from d2l_bert.folders import content_hash, short_hash
 from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, shortened
 from d2l_bert.records import check_type, inside, read_record
 from d2l_bert.tokenization import wordpiece
-from d2l_bert.tokenization.account import AccountRecord, check_account, check_count
 from d2l_bert.tokenization.cache import cache_folder, cached
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
+from d2l_bert.tokenization.coverage import Coverage, check_count, check_coverage
 from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
 from d2l_bert.tokenization.files import PREPARED_FILE
 from d2l_bert.tokenization.rules import Rules, WordUnit
@@ -87,7 +87,7 @@ class CountsRecord(TypedDict):
     hub_datasets: list[str]
     text_fingerprint: int
     reading: dict[str, int]
-    account: AccountRecord
+    account: Coverage
     tokenizer: TokenizerRecord
 
 
@@ -142,8 +142,8 @@ class PreparedText:
         source_fingerprints: a hash of each source's identity.
         text_fingerprint: a hash of all sentences (`TextStore.fingerprint`).
         reading: how many documents, paragraphs and so on were read, left out or cut, by what they are (`TextStore`).
-        account: what the tokenizer makes of the training text, or of a sample of it (`account.account_of`).
-        tokenizer_report: facts about the tokenizer (`account.facts_of`), its `word_unit`, and its `unknown_share` of
+        coverage: what the tokenizer makes of the training text, or of a sample of it (`coverage.coverage_of`).
+        tokenizer_report: facts about the tokenizer (`coverage.facts_of`), its `word_unit`, and its `unknown_share` of
             the text to evaluate on.
         train: the documents to train on.
         held_out: the documents to evaluate on: held out of the text, or all of a separate validation text.
@@ -158,7 +158,7 @@ class PreparedText:
     source_fingerprints: list[str]
     text_fingerprint: int
     reading: dict[str, int]
-    account: AccountRecord
+    coverage: Coverage
     tokenizer: PreTrainedTokenizerBase
     tokenizer_report: dict
     train: TokenizedCorpus
@@ -200,7 +200,7 @@ class PreparedText:
             "held_out_fingerprint": self.held_out.fingerprint,
             "hub_datasets": self.hub_datasets,
             "reading": self.reading,
-            "account": self.account,
+            "account": self.coverage,
             "train_documents": len(self.train),
             "train_tokens": len(self.train.ids),
             "train_words": self.train.word_count(),
@@ -332,9 +332,9 @@ def _join(folders, parts):
     reading = Counter()
     for part in parts:
         reading += Counter(part.reading)
-    account = {}
-    for name_of_count, value in first.account.items():
-        account[name_of_count] = sum((part.account[name_of_count] for part in parts), type(value)())
+    coverage = {}
+    for name_of_count, value in first.coverage.items():
+        coverage[name_of_count] = sum((part.coverage[name_of_count] for part in parts), type(value)())
     unknown_shares = [part.tokenizer_report["unknown_share"] for part in parts]
     unknown_share = float(np.average(unknown_shares, weights=[len(part.held_out.ids) for part in parts]))
     return PreparedText(
@@ -344,7 +344,7 @@ def _join(folders, parts):
         source_fingerprints=[part.fingerprint() for part in parts],
         text_fingerprint=int(np.sum([part.text_fingerprint for part in parts])),
         reading=dict(reading),
-        account=account,
+        coverage=coverage,
         tokenizer=first.tokenizer,
         tokenizer_report={**first.tokenizer_report, "unknown_share": unknown_share},
         train=TokenizedCorpus(path / "train"),
@@ -487,7 +487,7 @@ def _check_options(options):
 
 def _check_numbers(counts):
     """Check that counts are counts, and that they can be added up and divided."""
-    check_account(counts["account"])
+    check_coverage(counts["account"])
     for name, value in counts["reading"].items():
         check_count(name, value)
     if not -(2**63) <= counts["text_fingerprint"] < 2**63:
@@ -512,7 +512,7 @@ def _text_of(folder, record):
         source_fingerprints=[counts["corpus_fingerprint"]],
         text_fingerprint=counts["text_fingerprint"],
         reading=counts["reading"],
-        account=counts["account"],
+        coverage=counts["account"],
         tokenizer=load_tokenizer(str(folder)),
         tokenizer_report=counts["tokenizer"],
         train=TokenizedCorpus(folder / "train"),

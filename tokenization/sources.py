@@ -81,7 +81,7 @@ class Source:
             their content, and the options they are read with.
         documents: an iterator, so the documents can be read only once.
         counts: increased while the documents are read: "rows without text" of tables and datasets, "files without
-            text", and how the others were read (`Division`).
+            text", and how the others were read (`TextLayout`).
         is_on_hub: whether the source is a dataset on the Hub.
         linked: how many files of a folder lie outside of it, behind links.
     """
@@ -130,7 +130,7 @@ def file_source(path: str | Path, how: HowToRead = HowToRead()) -> Source:
     The source for a text file, a table, a folder of them in sorted order, or `python-docs`.
 
     The first `READ_CHARACTERS` of a text file show whether it is one document or several, and what its lines are
-    (`find_division`). In a table (`.jsonl`, `.csv`, `.tsv`, `.parquet`) each row is a document. Text files and tables
+    (`find_layout`). In a table (`.jsonl`, `.csv`, `.tsv`, `.parquet`) each row is a document. Text files and tables
     other than Parquet may be packed (`.gz`, `.zst`, `.bz2`). A file with another suffix is read if `path` is this
     file, as JSONL if its lines are objects of JSON, else as text.
 

@@ -20,7 +20,7 @@ from d2l_bert.model_cards.blimp import BLIMP, PHENOMENON_OF
 from d2l_bert.modeling.records import Metrics
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.records import read_record
-from d2l_bert.tokenization import account, files, wordpiece
+from d2l_bert.tokenization import coverage, files, wordpiece
 from d2l_bert.training import devices
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.evaluation import masked_models, minimal_pairs, pseudo_likelihood, text
@@ -112,7 +112,7 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
                 "name": folders.base_name(config.blimp),
                 "title": pairs_name,
                 "score": config.score,
-                "unknown_share": account.unknown_share(model.tokenizer, minimal_pairs.sentences_of(pairs)),
+                "unknown_share": coverage.measure_unknown_share(model.tokenizer, minimal_pairs.sentences_of(pairs)),
                 **minimal_pairs.blimp_results(pairs, scores.numpy()),
             }
         results.append(figures)

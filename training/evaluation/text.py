@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from d2l_bert import messages
 from d2l_bert.options import BATCHES, TEXT
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.tokenization import account, cache, encoding, prepare, sources, text_store, token_store
+from d2l_bert.tokenization import cache, coverage, encoding, prepare, sources, text_store, token_store
 from d2l_bert.tokenization.config import SourceConfig
 from d2l_bert.training import devices, held_out
 from d2l_bert.training.config import PretrainConfig
@@ -215,7 +215,7 @@ def evaluate_text(
         "pair_head": model.task.key if model.task else None,
         "tokens": len(tokens.ids),
         "documents": len(tokens),
-        "unknown_share": account.unknown_share(model.tokenizer, part.sample(prepare.SAMPLED_CHARACTERS)),
+        "unknown_share": coverage.measure_unknown_share(model.tokenizer, part.sample(prepare.SAMPLED_CHARACTERS)),
     }
 
 

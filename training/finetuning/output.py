@@ -21,7 +21,7 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from d2l_bert import folders, messages, options
 from d2l_bert.model_cards import card, figures, pictures
 from d2l_bert.modeling import conversion, loading
-from d2l_bert.tokenization import account, tables, wordpiece
+from d2l_bert.tokenization import coverage, tables, wordpiece
 from d2l_bert.tokenization.config import dataset_and_config
 from d2l_bert.training import run_folder
 from d2l_bert.training.checkpoint import WEIGHTS_FILE
@@ -359,7 +359,7 @@ def make_metrics(run, tried: list[dict], seeds: list[dict], kept: dict) -> dict:
         "metrics_shown": list(task.metrics_shown),
         "train_seconds": round(sum(trained.values()), 2),
         "unknown_share": {
-            name: account.unknown_share(run.tokenizer, (text for row in split.rows for text in row.texts))
+            name: coverage.measure_unknown_share(run.tokenizer, (text for row in split.rows for text in row.texts))
             for name, split in splits.items()
             if name != "train"
         },

@@ -15,8 +15,8 @@ import torch
 from d2l_bert import folders, messages
 from d2l_bert.inference.config import EmbedConfig
 from d2l_bert.modeling import conversion, loading
-from d2l_bert.tokenization import account, files, long_texts, rules, tables
-from d2l_bert.tokenization.division import grouped
+from d2l_bert.tokenization import coverage, files, long_texts, rules, tables
+from d2l_bert.tokenization.text_layout import grouped
 
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
                 empty=sum(not line.strip() for line in lines),
                 characters=len("".join("".join(lines).split())),
                 unknown=(
-                    account.account_of(rules.count_words(lines), tokenizer)["unknown_characters"]
+                    coverage.coverage_of(rules.count_words(lines), tokenizer)["unknown_characters"]
                     if any(tokenizer.unk_token_id in encoding.ids for encoding in encodings)
                     else 0
                 ),

@@ -13,7 +13,6 @@ from text_sources import texts, write_table
 
 from d2l_bert.tokenization import documents as documents_module
 from d2l_bert.tokenization import sentences as module
-from d2l_bert.tokenization.division import divided, find_division
 from d2l_bert.tokenization.documents import Document
 from d2l_bert.tokenization.sentences import (
     BLOCK_SENTENCES,
@@ -24,6 +23,7 @@ from d2l_bert.tokenization.sentences import (
     split_sentences,
 )
 from d2l_bert.tokenization.sources import HowToRead, dataset_source, file_source
+from d2l_bert.tokenization.text_layout import find_layout, split_documents
 
 
 rng = random.Random(7)
@@ -186,8 +186,8 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_is_taken_for_what_it_is(kind):
     text, *expected = KINDS[kind]
-    division = find_division(text.split("\n"))
-    assert [division.documents, division.lines] == expected
+    layout = find_layout(text.split("\n"))
+    assert [layout.documents, layout.lines] == expected
 
 
 def read(source):
@@ -286,9 +286,9 @@ def test_a_line_of_megabytes_is_one_document(text, documents, tmp_path):
 def test_a_text_read_in_small_pieces_is_not_changed(size, documents, tmp_path, monkeypatch):
     text = "\ufeffOne\r\nline – naïve.\r\n\r\n \n\nNext\n \t\nparagraph 😀 here.\r\n\n\nالعربية.\n"
     (tmp_path / "a.txt").write_bytes(text.encode())
-    division = find_division(text.split("\n"), documents)
-    monkeypatch.setattr(documents_module, "find_division", lambda lines, documents: division)
-    expected = [list(found) for found in divided(text.removeprefix("\ufeff").split("\n"), division, 1 << 20)]
+    layout = find_layout(text.split("\n"), documents)
+    monkeypatch.setattr(documents_module, "find_layout", lambda lines, documents: layout)
+    expected = [list(found) for found in split_documents(text.removeprefix("\ufeff").split("\n"), layout, 1 << 20)]
     monkeypatch.setattr(documents_module, "READ_CHARACTERS", size)
     found = texts(file_source(tmp_path, HowToRead(documents=documents)))
     if size < 32 and documents != "line":  # with such small pieces, long lines and paragraphs are cut
@@ -299,7 +299,7 @@ def test_a_text_read_in_small_pieces_is_not_changed(size, documents, tmp_path, m
 @pytest.mark.parametrize("longest", [1, 100])
 def test_a_line_longer_than_the_pieces_has_single_spaces_too(longest):
     for line in ("a b", "  a  b ", "a\t\u2028b\xa0 c", "\x85", "a \x1f b"):
-        found = [list(paragraphs) for paragraphs in divided([line], find_division([line]), longest)]
+        found = [list(paragraphs) for paragraphs in split_documents([line], find_layout([line]), longest)]
         assert found == [[" ".join(line.split())]] * bool(line.strip())
 
 

@@ -1,4 +1,4 @@
-"""How the lines of a text divide it into documents, paragraphs and sentences: found by looking at them, and done."""
+"""`TextLayout`: how the lines of a text divide it into documents, paragraphs and sentences; finds it, and divides."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,7 @@ FEWEST_LINES = 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Division:
+class TextLayout:
     """
     How the lines of a text divide it.
 
@@ -54,9 +54,9 @@ _BREAK_IN_WORD = re.compile(
 )
 
 
-def find_division(lines: Sequence[str], documents: Literal["auto"] | Documents = "auto") -> Division:
+def find_layout(lines: Sequence[str], documents: Literal["auto"] | Documents = "auto") -> TextLayout:
     """
-    The division of a text with these lines.
+    The layout of a text with these lines.
 
     - Wrapped prose: many lines do not end a sentence, and end where the next word would not have fit. The text is one
       document.
@@ -86,11 +86,11 @@ def find_division(lines: Sequence[str], documents: Literal["auto"] | Documents =
         else:
             documents = "line" if len(texts) > 0.95 * len(lines) else "file"
     if wrapped and documents != "line":
-        return Division(documents, "wrapped")
+        return TextLayout(documents, "wrapped")
     with_stop = sum(inside or (at_end and documents != "blank_line") for at_end, inside in stops)
     # The lines of one document may be code and tables beside prose, which must be split.
     most = 0.1 if documents == "file" else 0.5
-    return Division(documents, "sentences" if with_stop < most * len(texts) else "paragraphs")
+    return TextLayout(documents, "sentences" if with_stop < most * len(texts) else "paragraphs")
 
 
 def _stops(line):
@@ -134,7 +134,7 @@ def _columns(text):
     return len(text) + sum(unicodedata.east_asian_width(c) in "WF" for c in ("" if text.isascii() else text))
 
 
-def divided(lines: Iterable[str], division: Division, longest: int) -> Iterator[Iterator[str]]:
+def split_documents(lines: Iterable[str], layout: TextLayout, longest: int) -> Iterator[Iterator[str]]:
     """
     The paragraphs of each document, with single spaces as white space; documents without text are left out.
 
@@ -147,14 +147,14 @@ def divided(lines: Iterable[str], division: Division, longest: int) -> Iterator[
     lines = (DELETED.sub("", line) for line in lines)  # the splits at white space would keep apart what BERT joins
     # The words of a text in one line would take twelve times the memory of the line.
     lines = (" ".join(line.split()) if len(line) < longest else _SPACES.sub(" ", line).strip() for line in lines)
-    if division.documents == "line":
+    if layout.documents == "line":
         yield from ([line] for line in lines if line)
         return
     blocks = (block for has_text, block in itertools.groupby(lines, key=bool) if has_text)
-    if division.lines != "paragraphs":
-        join = _unwrapped if division.lines == "wrapped" else "\n".join
+    if layout.lines != "paragraphs":
+        join = _unwrapped if layout.lines == "wrapped" else "\n".join
         blocks = (map(join, grouped(block, len, longest)) for block in blocks)
-    if division.documents == "blank_line":
+    if layout.documents == "blank_line":
         yield from blocks
     else:
         paragraphs = itertools.chain.from_iterable(blocks)

@@ -1,4 +1,4 @@
-"""The account of a text: what its tokenizer drops, reads as `[UNK]` or makes equal, said with cause and option."""
+"""`Coverage`: what a tokenizer drops of a text, reads as `[UNK]` or makes equal; said with cause and option."""
 
 import unicodedata
 from collections import Counter
@@ -29,8 +29,8 @@ REMARKED_MERGED = 0.01  # of the word types, which became equal to another
 REMARKED_DIGITS = 0.25  # of the vocabulary's entries, which hold a digit
 
 
-class AccountRecord(TypedDict):
-    """As `account_of` counts."""
+class Coverage(TypedDict):
+    """What a tokenizer makes of a text, as `coverage_of` counts it: the entry `account` of the records."""
 
     characters: int
     unknown_characters: int
@@ -49,15 +49,15 @@ PARTS_OF_COUNTS = {
 }
 
 
-def check_account(account: AccountRecord) -> None:
-    """Raise `ValueError` if an account that was read from a file holds numbers that no text has."""
-    for name, value in account.items():
+def check_coverage(coverage: Coverage) -> None:
+    """Raise `ValueError` if a coverage that was read from a file holds numbers that no text has."""
+    for name, value in coverage.items():
         if name != "merged_examples":
             check_count(name, value)
     for part, whole in PARTS_OF_COUNTS.items():
-        if account[part] > account[whole]:
+        if coverage[part] > coverage[whole]:
             raise ValueError(f"the count of {part} is more than that of {whole}")
-    for pair in account["merged_examples"]:
+    for pair in coverage["merged_examples"]:
         if len(pair) != 2:
             raise ValueError("merged_examples holds something else than pairs")
 
@@ -68,17 +68,17 @@ def check_count(name: str, value: object) -> None:
         raise ValueError(f"the count of {name:.100} is {value!r:.100}")
 
 
-def unknown_share(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> float:
-    """The share of the texts' characters, white space aside, that stand in `[UNK]`; 0 for a text without any."""
-    return unknown_part(account_of(count_words(texts), tokenizer))
+def measure_unknown_share(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> float:
+    """`unknown_share` of some texts."""
+    return unknown_share(coverage_of(count_words(texts), tokenizer))
 
 
-def unknown_part(account: AccountRecord) -> float:
-    """`unknown_share` of the text that an account is of."""
-    return account["unknown_characters"] / max(account["characters"], 1)
+def unknown_share(coverage: Coverage) -> float:
+    """The share of a text's characters, white space aside, that stand in `[UNK]`; 0 for a text without any."""
+    return coverage["unknown_characters"] / max(coverage["characters"], 1)
 
 
-def account_of(words: Counter, tokenizer: PreTrainedTokenizerBase) -> AccountRecord:
+def coverage_of(words: Counter, tokenizer: PreTrainedTokenizerBase) -> Coverage:
     """
     What a tokenizer makes of a text, in numbers that can be added up over texts.
 
@@ -176,14 +176,14 @@ def facts_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
 # Lines for the user
 
 
-def account_line(account: AccountRecord) -> str:
-    """What a tokenizer loses of a text (`account_of`), in one line."""
-    merged = account["merged_types"] / max(account["word_types"], 1)
+def coverage_line(coverage: Coverage) -> str:
+    """What a tokenizer loses of a text (`coverage_of`), in one line."""
+    merged = coverage["merged_types"] / max(coverage["word_types"], 1)
     return (
-        f"of {account['characters']:,} characters: {unknown_part(account):.2%} stand in [UNK]; dropped are "
-        f"{account['dropped_marks']:,} marks and {account['dropped_characters']:,} control, invisible or private-use "
-        f"characters; of {account['word_types']:,} word types {merged:.2%} became equal to another that differs by "
-        f"more than case (--lowercase false keeps case)"
+        f"of {coverage['characters']:,} characters: {unknown_share(coverage):.2%} stand in [UNK]; dropped are "
+        f"{coverage['dropped_marks']:,} marks and {coverage['dropped_characters']:,} control, invisible or "
+        f"private-use characters; of {coverage['word_types']:,} word types {merged:.2%} became equal to another that "
+        f"differs by more than case (--lowercase false keeps case)"
     )
 
 
@@ -192,7 +192,7 @@ INVISIBLE = "BERT's cleaning drops control, invisible and private-use characters
 
 
 def remarks(
-    account: AccountRecord,
+    coverage: Coverage,
     contents: Contents,
     tokenizer: PreTrainedTokenizerBase,
     is_given: bool,
@@ -202,12 +202,12 @@ def remarks(
     A line for each thing that is lost, with its cause and the option that mends it.
 
     Args:
-        account: from `account_of`.
+        coverage: from `coverage_of`.
         contents: what the text is made of (`contents_of`).
         is_given: whether the tokenizer existed before.
         language: the option.
     """
-    yield from _remarks_on_losses(account, is_given)
+    yield from _remarks_on_losses(coverage, is_given)
     yield from _remarks_on_letters(contents, tokenizer, is_given, language)
     with_digits = facts_of(tokenizer)["entries_with_digits"] / len(tokenizer)
     if with_digits > REMARKED_DIGITS and not is_given:
@@ -223,7 +223,7 @@ def remarks(
         )
 
 
-def _remarks_on_losses(account, is_given):
+def _remarks_on_losses(coverage, is_given):
     """Lines about characters in `[UNK]`, characters that are dropped, and words that became equal."""
     keep_marks = OTHER_TOKENIZER if is_given else "--strip_accents false keeps them"
     if is_given:
@@ -232,22 +232,22 @@ def _remarks_on_losses(account, is_given):
         know_more = (
             "their characters are too many for the vocabulary: raise --vocab_size, or --limit_alphabet if it is given"
         )
-    unknown = unknown_part(account)
+    unknown = unknown_share(coverage)
     if unknown > REMARKED_UNKNOWN:
         yield f"{unknown:.1%} of the characters stand in [UNK]; {know_more}"
-    if account["dropped_marks"] > NOTICEABLE * account["characters"]:
-        yield f"{account['dropped_marks']:,} marks (accents, vowel signs, tones) are dropped; {keep_marks}"
-    if account["dropped_characters"] > REMARKED_DROPPED * account["characters"]:
-        yield f"{account['dropped_characters']:,} characters are dropped; {INVISIBLE}"
-    if account["merged_types"] > REMARKED_MERGED * account["word_types"]:
-        examples = "; ".join(f"{one!r} = {other!r}" for one, other in account["merged_examples"])
+    if coverage["dropped_marks"] > NOTICEABLE * coverage["characters"]:
+        yield f"{coverage['dropped_marks']:,} marks (accents, vowel signs, tones) are dropped; {keep_marks}"
+    if coverage["dropped_characters"] > REMARKED_DROPPED * coverage["characters"]:
+        yield f"{coverage['dropped_characters']:,} characters are dropped; {INVISIBLE}"
+    if coverage["merged_types"] > REMARKED_MERGED * coverage["word_types"]:
+        examples = "; ".join(f"{one!r} = {other!r}" for one, other in coverage["merged_examples"])
         losses = {
-            INVISIBLE: account["dropped_characters"],
-            know_more: account["unknown_characters"],
-            keep_marks: account["dropped_marks"],
+            INVISIBLE: coverage["dropped_characters"],
+            know_more: coverage["unknown_characters"],
+            keep_marks: coverage["dropped_marks"],
         }
         yield (
-            f"{account['merged_types']:,} of {account['word_types']:,} word types became equal to another that "
+            f"{coverage['merged_types']:,} of {coverage['word_types']:,} word types became equal to another that "
             f"differs by more than case ({examples}); {max(losses, key=losses.get)}"
         )
 
