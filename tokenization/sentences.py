@@ -64,7 +64,9 @@ def split_sentences(
 def _blocks(pieces, is_divided):
     """The sentences of each block of a document's pieces; if it `is_divided` or long, its first blocks are small."""
     first = list(itertools.islice(pieces, 2 * BLOCK_SENTENCES))
-    sentences, before = [], 0 if is_divided or len(first) == 2 * BLOCK_SENTENCES else 4 * BLOCK_SENTENCES
+    begins_small = is_divided or len(first) == 2 * BLOCK_SENTENCES
+    before = 0 if begins_small else 4 * BLOCK_SENTENCES
+    sentences = []
     for piece in itertools.chain(first, pieces):
         smallest = min(BLOCK_SENTENCES, 1 + before // 4)
         if len(sentences) >= (smallest if piece is None else 2 * smallest):
@@ -94,9 +96,8 @@ def _segmented(paragraph, language):
         end = start + SPLIT_CHARACTERS
         if end < len(paragraph):
             end = paragraph.rfind(" ", start, end) + 1 or end
-        *ended, last = itertools.chain.from_iterable(
-            map(_ENDS_MISSED.split, sentencex.segment(language, paragraph[start:end]))
-        )
+        found = sentencex.segment(language, paragraph[start:end])
+        *ended, last = itertools.chain.from_iterable(map(_ENDS_MISSED.split, found))
         if ended and end < len(paragraph):
             end -= len(last)  # it may be unfinished: the next window begins with it
         else:
