@@ -10,11 +10,10 @@ from tokenizers import Tokenizer
 from transformers import BertTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from d2l_bert.messages import UserError, reading_model
-from d2l_bert.tokenization.model_files import (
+from d2l_bert.tokenization.model_files import check_within, find_file
+from d2l_bert.tokenization.tokenizer_files import (
     BERT_ROLES,
     check_tokenizer_rules,
-    check_within,
-    find_file,
     panics_explained,
     read_vocabulary,
 )

@@ -17,17 +17,7 @@ from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase, 
 from d2l_bert.folders import short_hash, write_json
 from d2l_bert.messages import UserError, shortened
 from d2l_bert.records import read_record
-from d2l_bert.tokenization.model_files import (
-    MOST_CHARACTERS,
-    check_folder,
-    check_steps,
-    check_tokenizer_rules,
-    check_tokenizer_settings,
-    find_file,
-    panics_explained,
-    read_vocabulary,
-    without_log_messages,
-)
+from d2l_bert.tokenization.model_files import check_folder, find_file, without_log_messages
 from d2l_bert.tokenization.rules import (
     LONGEST_WORD,
     Rules,
@@ -36,6 +26,14 @@ from d2l_bert.tokenization.rules import (
     count_characters,
     count_words,
     split_words,
+)
+from d2l_bert.tokenization.tokenizer_files import (
+    MOST_CHARACTERS,
+    check_steps,
+    check_tokenizer_rules,
+    check_tokenizer_settings,
+    panics_explained,
+    read_vocabulary,
 )
 
 
