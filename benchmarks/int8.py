@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import DataCollatorForLanguageModeling
 
 from d2l_bert.modeling import conversion, export
-from d2l_bert.tokenization import existing_tokenizers, prepare
+from d2l_bert.tokenization import existing_tokenizers, prepare, sources
 from d2l_bert.tokenization.config import TextConfig
 
 
@@ -53,10 +53,10 @@ def main():
     parser.add_argument("folders", nargs="+", metavar="DIR")
     parser.add_argument("--corpus", nargs="+", required=True, metavar="PATH")
     arguments = parser.parse_args()
-    sources = prepare.open_sources(arguments.corpus, [], "", TextConfig(), None)
-    name, store = prepare.read_sources(sources, None)
-    sentences = list(store.part().sample(CHARACTERS))
-    print(f"{len(sentences):,} sentences of {name}, {torch.get_num_threads()} threads")
+    what = sources.WhatToRead(paths=arguments.corpus)
+    text = prepare.read_sources(sources.open_sources(what, sources.HowToRead.of(TextConfig())), None)
+    sentences = list(text.store.part().sample(CHARACTERS))
+    print(f"{len(sentences):,} sentences of {text.name}, {torch.get_num_threads()} threads")
     for folder in arguments.folders:
         in_float, in_int8 = cost_of_int8(folder, sentences).values()
         print(

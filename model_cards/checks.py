@@ -20,7 +20,8 @@ from d2l_bert.modeling import configuration_d2l_bert, conversion, export, modeli
 from d2l_bert.modeling.records import Metrics, Release
 from d2l_bert.records import read_record
 from d2l_bert.tokenization.existing_tokenizers import check_inputs
-from d2l_bert.tokenization.model_files import ConfigFile, check_tokenizer_settings, check_within, read_config_file
+from d2l_bert.tokenization.model_files import ConfigFile, check_within, read_config_file
+from d2l_bert.tokenization.tokenizer_files import check_tokenizer_settings
 from d2l_bert.tokenization.wordpiece import pieces, stock_tokenizer
 
 

@@ -18,7 +18,7 @@ from transformers import BertConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 
 from d2l_bert.messages import READ_ERRORS, UserError, explained
 from d2l_bert.records import check_type
-from d2l_bert.tokenization import model_files
+from d2l_bert.tokenization import model_files, weight_files
 from d2l_bert.tokenization.model_files import without_log_messages
 
 from . import modeling_d2l_bert
@@ -99,7 +99,7 @@ def check_sizes(model_class, name: str, config: PreTrainedConfig, pickles: bool 
         UserError: the weights cannot be in the file, or one is there in whole numbers, or in others that are no
             weights.
     """
-    stored = model_files.stored_weights(name, pickles)
+    stored = weight_files.stored_weights(name, pickles)
     if not stored:
         return  # Transformers says which files it looks for
     way_out = "put back the config.json that was saved with the weights"
@@ -122,7 +122,7 @@ def check_sizes(model_class, name: str, config: PreTrainedConfig, pickles: bool 
     names = {weight.removeprefix(prefix) for weight, _ in model.named_parameters(remove_duplicate=False)}
     for weight, (_, kind) in stored.items():
         of_today = weight.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-        if kind not in model_files.KINDS_OF_WEIGHTS and of_today.removeprefix(prefix) in names:
+        if kind not in weight_files.KINDS_OF_WEIGHTS and of_today.removeprefix(prefix) in names:
             raise UserError(f"its weight {weight} holds numbers of the kind {kind}; save the model in float32")
 
 
@@ -360,7 +360,7 @@ def read_model(
                 f"the config.json that was saved with the weights"
             )
     # The weights of a head that lacks others: the classes without this head pass over them in silence.
-    unused |= {weight for weight in model_files.stored_weights(name) if HEAD_WEIGHT.match(weight)} - _names_in(model)
+    unused |= {weight for weight in weight_files.stored_weights(name) if HEAD_WEIGHT.match(weight)} - _names_in(model)
     return from_bert(model) if library is transformers else model, sorted(unused)
 
 

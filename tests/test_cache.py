@@ -124,8 +124,8 @@ def test_a_tokenizer_of_the_cache_that_no_text_gives_is_made_anew(change, books,
     change(content)
     path.write_text(json.dumps(content))
     seal(path.parent)
-    assert prepare(config).account == before.account
-    assert json.loads(path.read_text())["account"] == before.account
+    assert prepare(config).coverage == before.coverage
+    assert json.loads(path.read_text())["account"] == before.coverage
 
 
 def test_sentences_of_the_cache_that_point_nowhere_are_one_line(books, home):

@@ -169,7 +169,14 @@ print(json.dumps(loaded))
     assert not OF_WORK & modules
     assert ours(modules) <= {
         *("modeling", "modeling.configuration_d2l_bert", "modeling.modeling_d2l_bert", "modeling.conversion"),
-        *("pair_tasks", "records", "tokenization", "tokenization.model_files", *OF_OPTIONS),
+        *(
+            "pair_tasks",
+            "records",
+            "tokenization",
+            "tokenization.model_files",
+            "tokenization.weight_files",
+            *OF_OPTIONS,
+        ),
     }
 
 

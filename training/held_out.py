@@ -13,7 +13,7 @@ from d2l_bert.messages import counted
 from d2l_bert.model_cards.figures import INITIAL_LOSS, formatted, has_collapsed, own_metrics
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.pair_tasks import PairTask, pair_task, unit
-from d2l_bert.tokenization.sources import PYTHON_DOCS
+from d2l_bert.tokenization.python_docs import PYTHON_DOCS
 from d2l_bert.tokenization.token_store import TokenizedCorpus
 from d2l_bert.training.data.batches import (
     ALONE,

@@ -29,7 +29,7 @@ from d2l_bert.records import read_record
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, dataset_and_config
 from d2l_bert.tokenization.prepared_folder import PreparedText, corpus_is_prepared
-from d2l_bert.tokenization.sources import PYTHON_DOCS
+from d2l_bert.tokenization.python_docs import PYTHON_DOCS
 from d2l_bert.training import checkpoint, held_out
 from d2l_bert.training.config import LENGTH_OPTIONS, PretrainConfig
 from d2l_bert.training.data import order

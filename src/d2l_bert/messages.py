@@ -34,19 +34,6 @@ class UserError(ValueError):
     """
 
 
-def refuse_first(cases: dict[str, object], prefix: str = "") -> None:
-    """
-    Raise `UserError` with the first message whose case holds.
-
-    Args:
-        cases: by the message, whether its case holds.
-        prefix: put before the message.
-    """
-    for message, holds in cases.items():
-        if holds:
-            raise UserError(f"{prefix}{message}") from None
-
-
 # The causes of an OSError that lie outside of this package: space, a file in use, permissions, memory or the network.
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 IN_USE = {errno.EBUSY, errno.ETXTBSY, errno.EAGAIN}

@@ -13,7 +13,7 @@ from pyarrow import csv
 
 from d2l_bert import folders, messages
 from d2l_bert.model_cards import evaluations
-from d2l_bert.tokenization import account, sources, wordpiece
+from d2l_bert.tokenization import coverage, files, wordpiece
 from d2l_bert.tokenization.text_store import TextPart
 from d2l_bert.training import devices
 from d2l_bert.training.config import PretrainConfig
@@ -78,7 +78,7 @@ def score_lines(models: Sequence[MaskedModel], config: EvaluateConfig, accelerat
     with devices.together():
         if len(models) > 1:
             raise messages.UserError("line_scores is for one model; name one")
-        if config.line_scores == sources.STDIN and accelerator.num_processes > 1:
+        if config.line_scores == files.STDIN and accelerator.num_processes > 1:
             raise messages.UserError("line_scores -: one process alone can read the standard input; give a file")
         model = models[0].to(accelerator.device)
         pseudo_likelihood.print_line_scores(model, config, accelerator)
@@ -232,7 +232,7 @@ def on_pairs(
         "name": folders.base_name(config.blimp),
         "title": pairs.title,
         "score": config.score,
-        "unknown_share": account.unknown_share(model.tokenizer, sentences),
+        "unknown_share": coverage.measure_unknown_share(model.tokenizer, sentences),
         **minimal_pairs.blimp_results(pairs.pairs, scores.numpy()),
     }
 

@@ -11,7 +11,7 @@ import numpy as np
 from d2l_bert import folders
 from d2l_bert.messages import READ_ERRORS, UserError, explained
 from d2l_bert.model_cards.blimp import BLIMP, PHENOMENON_OF
-from d2l_bert.tokenization import sources, tables
+from d2l_bert.tokenization import hub_datasets, tables
 
 
 HUB_DATASET = "nyu-mll/blimp"
@@ -124,7 +124,9 @@ def _hub_rows() -> Iterator[tuple[str, dict, str]]:
     """As `_folder_rows`, of the data set on the Hub."""
     import datasets
 
-    with sources.dataset_errors(HUB_DATASET, f"give --blimp a folder with BLiMP's JSONL files instead of {FROM_HUB}"):
+    with hub_datasets.dataset_errors(
+        HUB_DATASET, f"give --blimp a folder with BLiMP's JSONL files instead of {FROM_HUB}"
+    ):
         for config in datasets.get_dataset_config_names(HUB_DATASET):
             for number, row in enumerate(datasets.load_dataset(HUB_DATASET, config, split="train"), 1):
                 yield f"{HUB_DATASET} {config}, row {number}", row, config

@@ -23,7 +23,7 @@ from accelerate import Accelerator
 
 from d2l_bert.messages import UserError, with_progress
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
-from d2l_bert.tokenization import long_texts, sources, tables
+from d2l_bert.tokenization import files, long_texts, tables
 from d2l_bert.training.evaluation.config import EvaluateConfig, Score
 from d2l_bert.training.evaluation.masked_models import MaskedModel
 
@@ -224,7 +224,7 @@ def print_line_scores(model: MaskedModel, config: EvaluateConfig, accelerator: A
     off.
 
     Raises:
-        UserError: as in `sources.lines_and_cells`.
+        UserError: as in `files.lines_and_cells`.
     """
     file = Path(config.line_scores)
     tables.check_separator(config.separator, [file])
@@ -234,7 +234,7 @@ def print_line_scores(model: MaskedModel, config: EvaluateConfig, accelerator: A
     plain = long_texts.without_limits(model.backend)
     model.backend.enable_truncation(model.most_positions)
     label = f"{model.name} on {config.line_scores}"
-    rows = enumerate(sources.lines_and_cells(config.line_scores, config.text_column, config.separator), 1)
+    rows = enumerate(files.lines_and_cells(config.line_scores, config.text_column, config.separator), 1)
     while group := [(number, line) for number, (line, _) in itertools.islice(rows, LINES_AT_ONCE)]:
         encoded = encode(model, [long_texts.beginning_of(line, model.most_positions, plain) for _, line in group])
         scores = pseudo_log_likelihoods(model, encoded, config, accelerator, label, config.line_masks).numpy()

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from d2l_bert import messages
 from d2l_bert.options import BATCHES, TEXT
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.tokenization import account, cache, encoding, prepare, text_store, token_store
+from d2l_bert.tokenization import cache, coverage, encoding, prepare, sources, text_store, token_store
 from d2l_bert.tokenization.config import SourceConfig
 from d2l_bert.training import devices, held_out
 from d2l_bert.training.config import PretrainConfig
@@ -167,19 +167,18 @@ def read_text(config: EvaluateConfig, model: MaskedModel) -> tuple[str, text_sto
     if config.held_out:
         options = options_for(model, config)
     options = dataclasses.replace(options, **given)
-    sources = prepare.open_sources(
-        config.corpus, config.dataset, options.dataset_split, options, options.max_documents
-    )
-    name, store = prepare.read_sources(sources, options.language)
+    what = sources.WhatToRead(paths=config.corpus, datasets=config.dataset, split=options.dataset_split)
+    text = prepare.read_sources(sources.open_sources(what, sources.HowToRead.of(options)), options.language)
+    store = text.store
     if not len(store):
-        raise messages.UserError(f"{name}: holds no sentence; give more text")
+        raise messages.UserError(f"{text.name}: holds no sentence; give more text")
     if not config.held_out:
-        return name, store.part()
-    with messages.explained(name, "", messages.UserError):
+        return text.name, store.part()
+    with messages.explained(text.name, "", messages.UserError):
         documents = text_store.held_out_documents(
             store.hashes, store.characters, options.validation_fraction, options.max_validation_characters
         )
-    return f"{name}, held out", store.part(documents)
+    return f"{text.name}, held out", store.part(documents)
 
 
 def evaluate_text(
@@ -237,7 +236,7 @@ def evaluate_text(
     figures["pair_head"] = model.task.key if model.task else None
     figures["tokens"] = len(tokens.ids)
     figures["documents"] = len(tokens)
-    figures["unknown_share"] = account.unknown_share(model.tokenizer, part.sample(prepare.SAMPLED_CHARACTERS))
+    figures["unknown_share"] = coverage.measure_unknown_share(model.tokenizer, part.sample(prepare.SAMPLED_CHARACTERS))
     return figures
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from d2l_bert import folders
 from d2l_bert.model_cards import card, figures, pictures
 from d2l_bert.modeling import conversion
-from d2l_bert.tokenization import account, wordpiece
+from d2l_bert.tokenization import coverage, wordpiece
 from d2l_bert.training import run_folder
 from d2l_bert.training.checkpoint import WEIGHTS_FILE
 from d2l_bert.training.finetuning import metrics as measures
@@ -168,7 +168,7 @@ def rates_of(outcome: Outcome) -> set[float]:
 def unknown_share(plan: Plan, split: str) -> float:
     """The share of the characters of a split that are unknown to the tokenizer."""
     texts = (text for row in plan.splits[split].rows for text in row.texts)
-    return account.unknown_share(plan.start.tokenizer, texts)
+    return coverage.measure_unknown_share(plan.start.tokenizer, texts)
 
 
 def know_nothing(plan: Plan, split: str, reached: dict[str, float]) -> dict | None:

@@ -11,7 +11,7 @@ from d2l_bert.messages import UserError, counted, explained, standard_input
 from d2l_bert.modeling import conversion, loading
 from d2l_bert.modeling.records import RunRecord
 from d2l_bert.tokenization import tables
-from d2l_bert.tokenization.sources import STDIN
+from d2l_bert.tokenization.files import STDIN
 from d2l_bert.training.finetuning.all_tasks import CLASSES
 from d2l_bert.training.finetuning.cells import EmptyText
 from d2l_bert.training.finetuning.config import TASKS, FinetuneConfig, PredictConfig

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from d2l_bert import folders
 from d2l_bert.messages import READ_ERRORS, UserError, counted, explained
 from d2l_bert.model_cards.card import local_name
-from d2l_bert.tokenization import sources, tables
+from d2l_bert.tokenization import hub_datasets, tables
 from d2l_bert.tokenization.config import dataset_and_config
 from d2l_bert.training.finetuning.cells import name_of
 from d2l_bert.training.finetuning.config import FinetuneConfig
@@ -302,11 +302,11 @@ def _load_dataset(name) -> dict:
 
     path, configuration = dataset_and_config(name)
     hint = "give an id on the Hub, or a folder of save_to_disk or of data files; --train_file takes a file"
-    with sources.dataset_errors(path, hint):
-        if sources.is_saved_dataset(path):
-            return {split or "train": rows for split, rows in sources.saved_splits(path).items()}
+    with hub_datasets.dataset_errors(path, hint):
+        if hub_datasets.is_saved_dataset(path):
+            return {split or "train": rows for split, rows in hub_datasets.saved_splits(path).items()}
         options = {}
-        if hasattr(sources.dataset_builder(path, configuration).config, "keep_default_na"):
+        if hasattr(hub_datasets.dataset_builder(path, configuration).config, "keep_default_na"):
             options = {"keep_default_na": False}  # of CSV files pandas would read the words None, NA and null as empty
         return datasets.load_dataset(path, configuration, **options)
 

@@ -14,8 +14,8 @@ import torch
 from d2l_bert import folders, messages
 from d2l_bert.inference.config import EmbedConfig
 from d2l_bert.modeling import conversion, loading
-from d2l_bert.tokenization import account, long_texts, rules, sources, tables
-from d2l_bert.tokenization.division import grouped
+from d2l_bert.tokenization import coverage, files, long_texts, rules, tables
+from d2l_bert.tokenization.text_layout import grouped
 
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
 
     Args:
         name: the model, a folder or an id on the Hub; any encoder of Transformers.
-        file: as in `sources.lines_and_cells`. Vectors that it has are taken as they are.
+        file: as in `files.lines_and_cells`. Vectors that it has are taken as they are.
 
     Returns:
         A message: what was written, and for each text the nearest lines, nearest first, with their cosine (`evened`)
@@ -57,8 +57,8 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
         UserError: an option, the model, the file or the output is refused; no line has a text. No file is left.
     """
     config.check()
-    source = "standard input" if file == sources.STDIN else file
-    all_rows = sources.lines_and_cells(file, config.text_column, config.separator)
+    source = "standard input" if file == files.STDIN else file
+    all_rows = files.lines_and_cells(file, config.text_column, config.separator)
     tables.check_separator(config.separator, [Path(file)])
     encoder = load_line_encoder(name, config)
     nearest = Nearest(encoder, config.nearest, config.top_k)
@@ -241,7 +241,7 @@ class Counts:
             self.characters += len("".join(line.split()))
         unknown_id = encoder.tokenizer.unk_token_id
         if any(unknown_id in encoding.ids for encoding in encodings):
-            of_lines = account.account_of(rules.count_words(lines), encoder.tokenizer)
+            of_lines = coverage.coverage_of(rules.count_words(lines), encoder.tokenizer)
             self.unknown += of_lines["unknown_characters"]
 
     def losses(self, limit: int) -> list[str]:
