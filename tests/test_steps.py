@@ -14,8 +14,8 @@ from d2l_bert.messages import UserError
 from d2l_bert.tokenization import prepare
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data import order
-from d2l_bert.training.data.batches import ALONE, Ranks
 from d2l_bert.training.data.order import START, EpochPairs
+from d2l_bert.training.data.rows import ALONE, Ranks
 from d2l_bert.training.data.steps import Step, TrainingSteps, steps_ahead
 
 

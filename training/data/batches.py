@@ -4,53 +4,22 @@ Shapes: B rows in a micro-batch, T tokens in a row, P masked positions in a row,
 and S are the largest of all rows in the micro-batch. `run` is the run's `PretrainConfig`.
 """
 
-import bisect
-import dataclasses
 import itertools
-import logging
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from d2l_bert.messages import UserError
-from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.tokenization.token_store import TokenizedCorpus, find, ranges
 from d2l_bert.tokenization.wordpiece import CONTINUATION
 from d2l_bert.training.data import masking
-from d2l_bert.training.data.order import EpochPairs
-from d2l_bert.training.data.pairs import NO_LABEL, PAIR, SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT
+from d2l_bert.training.data.pairs import SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT
+from d2l_bert.training.data.rows import ALONE, Ranks, micro_batches, pack, padded
 
-
-logger = logging.getLogger(__name__)
-
-# Where a smaller share of the rows would be pairs, or of the tokens in these, a run has no second loss.
-LEAST_SHARE = 0.5
 
 # Pairs that `first_with_target` masks in one call.
 PAIRS_AT_ONCE = 64
-
-WIDTH_MULTIPLE = 8  # rows are padded to a multiple of this, in tokens
-
-# Rows of similar length form groups of equal size, and a micro-batch consists of whole groups. A step has at least 16
-# groups, and a full micro-batch at least 8. Larger groups give fewer tensor shapes, and a CPU prepares its matrix
-# products once for each shape. Smaller groups give less padding.
-MIN_GROUPS_IN_STEP, MIN_GROUPS_IN_MICRO_BATCH = 16, 8
-
-# A micro-batch ends where its padding would be more than this share of a full one, and more than these tokens. Less
-# padding would need more micro-batches, each of which casts all weights to the compute dtype and writes all gradients.
-MOST_PADDING, LEAST_PADDING = 1 / 32, 256
-
-
-class Ranks(NamedTuple):
-    """The processes of a run, which share each step: how many there are, and which of them this one is."""
-
-    count: int = 1
-    own: int = 0
-
-
-ALONE = Ranks()  # a single process
 
 
 def words_in(corpus: TokenizedCorpus, pairs: np.ndarray) -> float:
@@ -297,117 +266,3 @@ def first_with_target(make_batch: BatchMaker, parts: Iterable[np.ndarray], name:
         f"{name}: no pair of segments with a token to predict, and [UNK] is never predicted; give more text, "
         f"--objective none, or a tokenizer that was trained on such text"
     )
-
-
-def with_objective(run, text):
-    """
-    The options of a run on a `PreparedText`: the objective `auto` becomes `nsp`, or `none` where few rows of the text
-    would have a label, or cutting the pairs would lose most of it.
-
-    A document of one sentence is a row without a label. Says how many rows have one, and how many of the tokens are in
-    rows, measured on the first window.
-
-    Raises:
-        UserError: few rows would have a label of the objective that the user asked for.
-    """
-    if run.objective == "none":
-        return run
-    of_pairs = dataclasses.replace(run, objective="nsp" if run.objective == "auto" else run.objective)
-    pairs = EpochPairs(text.train, of_pairs, run.max_seq_length, text.corpus_name)
-    rows = next(pairs.parts(0), np.zeros(0, dtype=PAIR))
-    has_label, short = rows["next_sentence_label"] != NO_LABEL, PAIR_TASKS[of_pairs.objective].short
-    share = (rows["b_end"] > rows["b_start"]).mean() if len(rows) else 1.0
-    starts, ends = text.train.sentence_starts[np.stack(pairs.pieces(0, 0))]
-    kept = sum((rows[f"{side}_end"] - rows[f"{side}_start"]).sum() for side in "ab") / max((ends - starts).sum(), 1)
-    reasons = {
-        f"only {share:.1%} of the rows would be pairs for {short}: most documents have one sentence": (
-            share < LEAST_SHARE
-        ),
-        f"no pair for {short} would have a label: all second segments are alike": not has_label.any(),
-        f"pairs for {short} in rows of {run.max_seq_length} would hold {kept:.0%} of the tokens: sentences are long": (
-            kept < LEAST_SHARE and run.objective == "auto"
-        ),
-    }
-    reason = next((line for line, holds in reasons.items() if holds and len(rows)), None)
-    if reason is None:
-        logger.info(
-            f"{has_label.sum() / max(len(rows), 1):.1%} of the rows are pairs with a label for {short}; rows of "
-            f"{run.max_seq_length} hold {kept:.0%} of the tokens, the others are cut off"
-        )
-        return of_pairs
-    if run.objective != "auto":
-        raise UserError(
-            f"objective {run.objective}: {reason}; give objective none, or documents of several sentences (see "
-            f"documents)"
-        )
-    logger.warning(f"{text.corpus_name}: {reason}. The second loss is left out (objective none)")
-    return dataclasses.replace(run, objective="none")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows and micro-batches, by the lengths of sequences
-
-# How a step is cut into micro-batches changes its time and memory; the gradient stays the same, apart from rounding
-# and dropout masks.
-
-
-def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """
-    Put sequences into rows: the longest first, each into the fullest row that it fits into (best fit decreasing).
-
-    Args:
-        lengths: tokens in each sequence, at most `capacity`.
-        capacity: the largest number of tokens in a row.
-
-    Returns:
-        For each row the indices of its sequences in `lengths`.
-    """
-    rows, free = [], []  # `free` holds (free tokens, index of the row), in ascending order
-    for sequence in np.argsort(-np.asarray(lengths), kind="stable").tolist():
-        length = int(lengths[sequence])
-        fullest = bisect.bisect_left(free, (length, -1))
-        if fullest < len(free):
-            space, row = free.pop(fullest)
-            rows[row].append(sequence)
-        else:
-            space, row = capacity, len(rows)
-            rows.append([sequence])
-        if space > length:
-            bisect.insort(free, (space - length, row))
-    return rows
-
-
-def micro_batches(lengths: Sequence[int], most_tokens: int, ranks: Ranks = ALONE) -> list[list[int]]:
-    """
-    Cut the rows of a step into micro-batches, and return those of one process.
-
-    Rows are sorted by length and dealt out to the processes in turn: every process gets about the same work, and the
-    same number of micro-batches. A micro-batch takes rows, longest first, until it is full or has too much padding.
-
-    Args:
-        lengths: tokens in each row.
-        most_tokens: the largest number of tokens in a micro-batch, padding included; a single row may be longer.
-
-    Returns:
-        For each micro-batch the indices of its rows in `lengths`, longest first. The last may be empty, if this
-        process has fewer rows than rank 0.
-    """
-    order = np.argsort(-np.asarray(lengths), kind="stable")
-    own_rows = order[ranks.own :: ranks.count].tolist()
-    # The n-th rows of all processes get one width, that of the longest of them, so that all processes cut alike.
-    widths = [padded(length) for length in np.asarray(lengths)[order[:: ranks.count]]]
-    limit = max(1, min(len(widths) // MIN_GROUPS_IN_STEP, most_tokens // widths[0] // MIN_GROUPS_IN_MICRO_BATCH))
-    size = 1 << limit.bit_length() - 1  # of a group, in rows: a power of two
-    starts, padding, most_padding = [0], 0, max(LEAST_PADDING, MOST_PADDING * most_tokens)
-    for group in range(size, len(widths), size):
-        start = starts[-1]
-        padding += (widths[start] - widths[group]) * size
-        if (group + size - start) * widths[start] > most_tokens or padding > most_padding:
-            starts.append(group)
-            padding = 0
-    return [own_rows[start:end] for start, end in itertools.pairwise([*starts, len(widths)])]
-
-
-def padded(length: int) -> int:
-    """The width, in tokens, of a row of `length` tokens: the next multiple of `WIDTH_MULTIPLE`."""
-    return -(-int(length) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from d2l_bert.training.data.order import random_numbers
+from d2l_bert.training.data.random_numbers import random_numbers
 
 
 # SpanBERT (Joshi et al., 2020), section 3.1: a span is 1 to 10 words long, geometrically distributed with p = 0.2, on

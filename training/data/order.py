@@ -7,13 +7,14 @@ stored on disk.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
 from d2l_bert.messages import UserError
 from d2l_bert.tokenization.token_store import TokenizedCorpus, find, ranges
 from d2l_bert.training.data.pairs import lay_out
+from d2l_bert.training.data.random_numbers import random_keys, random_order
 
 
 # Every checkpoint contains DATA_ORDER, and a run does not resume from a checkpoint with another value. Raise it
@@ -220,64 +221,3 @@ class EpochPairs:
             return float(len(pairs))
         starts = self.corpus.sentence_starts
         return len(pairs) / float((starts[ends] - starts[firsts]).sum()) * float((self.tokens * self.passes).sum())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Random numbers without a state: each number is a function of a seed, a key and an index
-
-# SplitMix64 adds this to its state for each random number; each key has a stream of 2^20 random numbers.
-_INCREMENT, _NUMBERS_PER_KEY = 0x9E3779B97F4A7C15, 2**20
-
-
-def random_keys(seed: Sequence[int], numbers: np.ndarray) -> np.ndarray:
-    """
-    Keys (n,) for `random_numbers`, from a seed and n different whole numbers.
-
-    The streams of two keys with the same seed do not overlap: their states are at least 2^20 increments apart.
-    """
-    (start,) = np.random.SeedSequence(seed).generate_state(1, np.uint64)
-    return start + numbers.astype(np.uint64) * np.uint64(_INCREMENT * _NUMBERS_PER_KEY % 2**64)
-
-
-def random_numbers(keys: np.ndarray, indices: np.ndarray | int) -> np.ndarray:
-    """
-    Uniform random numbers in [0, 1), each a function of a key and an index; `keys` and `indices` broadcast.
-
-    SplitMix64 (Steele et al., 2014) can jump to any index of a stream: n numbers from n streams take no longer than n
-    numbers from one stream.
-
-    Args:
-        keys: from `random_keys`.
-        indices: the index of each number in the stream of its key, below 2^20.
-    """
-    state = keys + np.asarray(indices + 1, dtype=np.uint64) * np.uint64(_INCREMENT)
-    return (_mixed(state) >> np.uint64(11)) * 2.0**-53
-
-
-def random_order(places: np.ndarray, count: int, seed: Sequence[int]) -> np.ndarray:
-    """
-    The entries at these places (n,) of a random order of the numbers from 0 to `count` - 1.
-
-    The order is computed entry by entry, not stored, so that `count` may be large. A Feistel network of six rounds
-    (Luby and Rackoff, 1988) permutes the numbers below the next power of four. Where its output is `count` or larger,
-    it is applied again to the output.
-    """
-    half = np.uint64(max(1, -(-(count - 1).bit_length() // 2)))
-    low = (np.uint64(1) << half) - np.uint64(1)
-    keys = np.random.SeedSequence(seed).generate_state(6, np.uint64)
-    entries = np.array(places, dtype=np.uint64)
-    pending = np.arange(entries.size)
-    while len(pending):
-        left, right = entries[pending] >> half, entries[pending] & low
-        for key in keys:
-            left, right = right, left ^ (_mixed(right + key) & low)
-        entries[pending] = left << half | right
-        pending = pending[entries[pending] >= count]
-    return entries.astype(np.int64)
-
-
-def _mixed(state):
-    """The output of SplitMix64 for a state."""
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))

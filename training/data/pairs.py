@@ -18,7 +18,7 @@ from d2l_bert.tokenization.token_store import TokenizedCorpus, ranges
 
 # One pair: segment A has the tokens from a_start to a_end - 1, segment B those from b_start to b_end - 1. Tokens are
 # numbered through the corpus. The label is Hugging Face's. A single segment has an empty B. The key is that of the
-# pair's masks (`order.random_keys`): 0 until the pair has its place in an epoch.
+# pair's masks (`random_numbers.random_keys`): 0 until the pair has its place in an epoch.
 # All fields have 8 bytes: NumPy reads unaligned ones more slowly.
 PAIR = np.dtype(
     [(name, "i8") for name in ("a_start", "a_end", "b_start", "b_end", "next_sentence_label")] + [("key", "u8")]

@@ -1,0 +1,96 @@
+"""Sequences -> rows -> micro-batches of each process, by their lengths alone."""
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+WIDTH_MULTIPLE = 8  # rows are padded to a multiple of this, in tokens
+
+# Rows of similar length form groups of equal size, and a micro-batch consists of whole groups. A step has at least 16
+# groups, and a full micro-batch at least 8. Larger groups give fewer tensor shapes, and a CPU prepares its matrix
+# products once for each shape. Smaller groups give less padding.
+MIN_GROUPS_IN_STEP, MIN_GROUPS_IN_MICRO_BATCH = 16, 8
+
+# A micro-batch ends where its padding would be more than this share of a full one, and more than these tokens. Less
+# padding would need more micro-batches, each of which casts all weights to the compute dtype and writes all gradients.
+MOST_PADDING, LEAST_PADDING = 1 / 32, 256
+
+
+class Ranks(NamedTuple):
+    """The processes of a run, which share each step: how many there are, and which of them this one is."""
+
+    count: int = 1
+    own: int = 0
+
+
+ALONE = Ranks()  # a single process
+
+
+# How a step is cut into micro-batches changes its time and memory; the gradient stays the same, apart from rounding
+# and dropout masks.
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """
+    Put sequences into rows: the longest first, each into the fullest row that it fits into (best fit decreasing).
+
+    Args:
+        lengths: tokens in each sequence, at most `capacity`.
+        capacity: the largest number of tokens in a row.
+
+    Returns:
+        For each row the indices of its sequences in `lengths`.
+    """
+    rows, free = [], []  # `free` holds (free tokens, index of the row), in ascending order
+    for sequence in np.argsort(-np.asarray(lengths), kind="stable").tolist():
+        length = int(lengths[sequence])
+        fullest = bisect.bisect_left(free, (length, -1))
+        if fullest < len(free):
+            space, row = free.pop(fullest)
+            rows[row].append(sequence)
+        else:
+            space, row = capacity, len(rows)
+            rows.append([sequence])
+        if space > length:
+            bisect.insort(free, (space - length, row))
+    return rows
+
+
+def micro_batches(lengths: Sequence[int], most_tokens: int, ranks: Ranks = ALONE) -> list[list[int]]:
+    """
+    Cut the rows of a step into micro-batches, and return those of one process.
+
+    Rows are sorted by length and dealt out to the processes in turn: every process gets about the same work, and the
+    same number of micro-batches. A micro-batch takes rows, longest first, until it is full or has too much padding.
+
+    Args:
+        lengths: tokens in each row.
+        most_tokens: the largest number of tokens in a micro-batch, padding included; a single row may be longer.
+
+    Returns:
+        For each micro-batch the indices of its rows in `lengths`, longest first. The last may be empty, if this
+        process has fewer rows than rank 0.
+    """
+    order = np.argsort(-np.asarray(lengths), kind="stable")
+    own_rows = order[ranks.own :: ranks.count].tolist()
+    # The n-th rows of all processes get one width, that of the longest of them, so that all processes cut alike.
+    widths = [padded(length) for length in np.asarray(lengths)[order[:: ranks.count]]]
+    limit = max(1, min(len(widths) // MIN_GROUPS_IN_STEP, most_tokens // widths[0] // MIN_GROUPS_IN_MICRO_BATCH))
+    size = 1 << limit.bit_length() - 1  # of a group, in rows: a power of two
+    starts, padding, most_padding = [0], 0, max(LEAST_PADDING, MOST_PADDING * most_tokens)
+    for group in range(size, len(widths), size):
+        start = starts[-1]
+        padding += (widths[start] - widths[group]) * size
+        if (group + size - start) * widths[start] > most_tokens or padding > most_padding:
+            starts.append(group)
+            padding = 0
+    return [own_rows[start:end] for start, end in itertools.pairwise([*starts, len(widths)])]
+
+
+def padded(length: int) -> int:
+    """The width, in tokens, of a row of `length` tokens: the next multiple of `WIDTH_MULTIPLE`."""
+    return -(-int(length) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
