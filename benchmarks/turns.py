@@ -9,7 +9,6 @@ import tempfile
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import transformers
@@ -17,7 +16,7 @@ import transformers
 from benchmarks.peers import Contestant, write_step
 from d2l_bert import D2lBertConfig, PretrainConfig
 from d2l_bert.tokenization.prepare import prepare
-from d2l_bert.training.data.batches import counts_of
+from d2l_bert.training.data.batches import Counts, counts_of
 from d2l_bert.training.data.steps import TrainingSteps
 from d2l_bert.training.devices import matmul_peak
 from d2l_bert.training.log import training_arithmetic
@@ -109,9 +108,7 @@ class Step:
 
     def __init__(self, micro_batches, path, architecture):
         self.file = str(write_step(micro_batches, path))
-        counts = sum(map(counts_of, micro_batches)).tolist()
-        names = ("masked_tokens", "examples", "tokens", "padded_tokens", "squared_lengths")
-        self.counts = SimpleNamespace(**dict(zip(names, counts, strict=True)))
+        self.counts = counts_of(micro_batches)
         self.pairs, self.tokens = self.counts.examples, self.counts.tokens
         self.arithmetic = training_arithmetic(architecture, self.counts, pair_task=True)
 
@@ -154,7 +151,7 @@ def summary(values, digits=0, unit=""):
 
 
 def describe(task, steps):
-    total = {name: sum(getattr(step.counts, name) for step in steps) for name in vars(steps[0].counts)}
+    total = {name: sum(getattr(step.counts, name) for step in steps) for name in Counts._fields}
     full = total["tokens"] / total["examples"] / task.run.max_seq_length
     predicted, cut = total["masked_tokens"] / total["examples"], 1 - total["tokens"] / total["padded_tokens"]
     print(f"\n{task}\n  {full:.1%} full, {predicted:.1f} tokens predicted in a pair, {cut:.1%} padding as we cut them")

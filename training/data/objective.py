@@ -30,27 +30,28 @@ def with_objective(run, text):
     """
     if run.objective == "none":
         return run
-    of_pairs = dataclasses.replace(run, objective="nsp" if run.objective == "auto" else run.objective)
+    objective = "nsp" if run.objective == "auto" else run.objective
+    of_pairs = dataclasses.replace(run, objective=objective)
+    short = PAIR_TASKS[objective].short
     pairs = EpochPairs(text.train, of_pairs, run.max_seq_length, text.corpus_name)
     rows = next(pairs.parts(0), np.zeros(0, dtype=PAIR))
-    has_label, short = rows["next_sentence_label"] != NO_LABEL, PAIR_TASKS[of_pairs.objective].short
-    share = (rows["b_end"] > rows["b_start"]).mean() if len(rows) else 1.0
-    starts, ends = text.train.sentence_starts[np.stack(pairs.pieces(0, 0))]
-    kept = sum((rows[f"{side}_end"] - rows[f"{side}_start"]).sum() for side in "ab") / max((ends - starts).sum(), 1)
-    reasons = {
-        f"only {share:.1%} of the rows would be pairs for {short}: most documents have one sentence": (
-            share < LEAST_SHARE
-        ),
-        f"no pair for {short} would have a label: all second segments are alike": not has_label.any(),
-        f"pairs for {short} in rows of {run.max_seq_length} would hold {kept:.0%} of the tokens: sentences are long": (
-            kept < LEAST_SHARE and run.objective == "auto"
-        ),
-    }
-    reason = next((line for line, holds in reasons.items() if holds and len(rows)), None)
+    has_label = rows["next_sentence_label"] != NO_LABEL
+    share_of_pairs = (rows["b_end"] > rows["b_start"]).mean() if len(rows) else 1.0
+    share_kept = _share_kept(text.train, rows, *pairs.pieces(0, 0))
+    reason = None  # also without a row: such a run is refused later, whatever its objective
+    if share_of_pairs < LEAST_SHARE:
+        reason = f"only {share_of_pairs:.1%} of the rows would be pairs for {short}: most documents have one sentence"
+    elif len(rows) and not has_label.any():
+        reason = f"no pair for {short} would have a label: all second segments are alike"
+    elif len(rows) and share_kept < LEAST_SHARE and run.objective == "auto":
+        reason = (
+            f"pairs for {short} in rows of {run.max_seq_length} would hold {share_kept:.0%} of the tokens: sentences "
+            f"are long"
+        )
     if reason is None:
         logger.info(
             f"{has_label.sum() / max(len(rows), 1):.1%} of the rows are pairs with a label for {short}; rows of "
-            f"{run.max_seq_length} hold {kept:.0%} of the tokens, the others are cut off"
+            f"{run.max_seq_length} hold {share_kept:.0%} of the tokens, the others are cut off"
         )
         return of_pairs
     if run.objective != "auto":
@@ -60,3 +61,10 @@ def with_objective(run, text):
         )
     logger.warning(f"{text.corpus_name}: {reason}. The second loss is left out (objective none)")
     return dataclasses.replace(run, objective="none")
+
+
+def _share_kept(corpus, rows, firsts, ends):
+    """The share of the tokens of these sentences, from `firsts` to `ends` - 1, that rows hold."""
+    kept = (rows["a_end"] - rows["a_start"]).sum() + (rows["b_end"] - rows["b_start"]).sum()
+    tokens = (corpus.sentence_starts[ends] - corpus.sentence_starts[firsts]).sum()
+    return kept / max(tokens, 1)

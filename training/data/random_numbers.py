@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 
-# SplitMix64 adds this to its state for each random number; each key has a stream of 2^20 random numbers.
-_INCREMENT, _NUMBERS_PER_KEY = 0x9E3779B97F4A7C15, 2**20
+_INCREMENT = 0x9E3779B97F4A7C15  # SplitMix64 adds this to its state for each random number
+_NUMBERS_PER_KEY = 2**20  # each key has a stream of so many random numbers
+_ROUNDS = 6  # of `random_order`
 
 
 def random_keys(seed: Sequence[int], numbers: np.ndarray) -> np.ndarray:
@@ -42,15 +43,19 @@ def random_order(places: np.ndarray, count: int, seed: Sequence[int]) -> np.ndar
     (Luby and Rackoff, 1988) permutes the numbers below the next power of four. Where its output is `count` or larger,
     it is applied again to the output.
     """
-    half = np.uint64(max(1, -(-(count - 1).bit_length() // 2)))
-    low = (np.uint64(1) << half) - np.uint64(1)
-    keys = np.random.SeedSequence(seed).generate_state(6, np.uint64)
+    bits = (count - 1).bit_length()
+    half = np.uint64(max(1, (bits + 1) // 2))  # a number has a left and a right half, of so many bits each
+    lowest_bits = (np.uint64(1) << half) - np.uint64(1)
+    keys = np.random.SeedSequence(seed).generate_state(_ROUNDS, np.uint64)
     entries = np.array(places, dtype=np.uint64)
     pending = np.arange(entries.size)
     while len(pending):
-        left, right = entries[pending] >> half, entries[pending] & low
+        left = entries[pending] >> half
+        right = entries[pending] & lowest_bits
         for key in keys:
-            left, right = right, left ^ (_mixed(right + key) & low)
+            new_right = left ^ (_mixed(right + key) & lowest_bits)
+            left = right
+            right = new_right
         entries[pending] = left << half | right
         pending = pending[entries[pending] >= count]
     return entries.astype(np.int64)
