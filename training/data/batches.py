@@ -15,7 +15,7 @@ from d2l_bert.messages import UserError
 from d2l_bert.tokenization.token_store import TokenizedCorpus, find, ranges
 from d2l_bert.tokenization.wordpiece import CONTINUATION
 from d2l_bert.training.data import masking
-from d2l_bert.training.data.pairs import SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT
+from d2l_bert.training.data.pairs import SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT, tokens_in
 from d2l_bert.training.data.rows import ALONE, Ranks, micro_batches, pack, padded
 
 
@@ -45,9 +45,10 @@ def ordinary_ids(tokenizer) -> tuple[int, int]:
     Returns:
         The first id of the range, and the id after its last.
     """
-    special = np.array([-1, *sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}), len(tokenizer)])
-    longest = int(np.diff(special).argmax())
-    return int(special[longest]) + 1, int(special[longest + 1])
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    borders = [-1, *sorted(special), len(tokenizer)]  # the ranges lie between two of these
+    longest = int(np.diff(borders).argmax())
+    return borders[longest] + 1, borders[longest + 1]
 
 
 class BatchMaker:
@@ -162,9 +163,12 @@ class BatchMaker:
             columns    0      1 to 3    4      5 and 6    7      8 on        A has 3 tokens, B has 2: `b_column` is 5
             ids        [CLS]  A         [SEP]  B          [SEP]  [PAD]       and the length 8
         """
-        a_start, a_end, b_start, b_end = (pairs[name][:, None] for name in ("a_start", "a_end", "b_start", "b_end"))
-        b_column = 1 + (a_end - a_start) + 1
-        lengths = b_column + np.where(b_end > b_start, b_end - b_start + 1, 0)
+        pairs = pairs[:, None]
+        a_start = pairs["a_start"]
+        b_start = pairs["b_start"]
+        b_column = 1 + (pairs["a_end"] - a_start) + 1
+        b_length = pairs["b_end"] - b_start
+        lengths = b_column + np.where(b_length > 0, b_length + 1, 0)
         column = np.arange(self._width(lengths))
         is_real = column < lengths
         is_first = column < b_column
@@ -276,9 +280,8 @@ def batches(
         most_tokens: the most tokens in a micro-batch, padding included.
         packed: whether several pairs share a row.
     """
-    in_a = pairs["a_end"] - pairs["a_start"]
-    in_b = pairs["b_end"] - pairs["b_start"]
-    lengths = in_a + in_b + np.where(in_b > 0, SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT)
+    has_b = pairs["b_end"] > pairs["b_start"]
+    lengths = tokens_in(pairs) + np.where(has_b, SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT)
     if packed:
         rows = pack(lengths, make_batch.max_seq_length)
         lengths = [int(lengths[row].sum()) for row in rows]

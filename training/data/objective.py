@@ -8,7 +8,7 @@ import numpy as np
 from d2l_bert.messages import UserError
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.training.data.order import EpochPairs
-from d2l_bert.training.data.pairs import NO_LABEL, PAIR
+from d2l_bert.training.data.pairs import NO_LABEL, PAIR, tokens_in
 
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,5 @@ def with_objective(run, text):
 
 def _share_kept(corpus, rows, firsts, ends):
     """The share of the tokens of these sentences, from `firsts` to `ends` - 1, that rows hold."""
-    kept = (rows["a_end"] - rows["a_start"]).sum() + (rows["b_end"] - rows["b_start"]).sum()
     tokens = (corpus.sentence_starts[ends] - corpus.sentence_starts[firsts]).sum()
-    return kept / max(tokens, 1)
+    return tokens_in(rows).sum() / max(tokens, 1)

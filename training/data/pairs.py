@@ -71,6 +71,11 @@ class Spans(NamedTuple):
         return Spans(self.starts[places], self.ends[places])
 
 
+def tokens_in(pairs: np.ndarray) -> np.ndarray:
+    """The tokens in both segments of each pair (n,), without special tokens; `pairs` is an array of `PAIR`."""
+    return pairs["a_end"] - pairs["a_start"] + pairs["b_end"] - pairs["b_start"]
+
+
 def lay_out(
     corpus,
     firsts: np.ndarray,
@@ -130,7 +135,8 @@ def lay_out(
     if objective == "none":
         if pairing == "sentences":
             return _segments_of_sentences(sentences, in_a_segment)
-        pieces = Spans(sentences.starts[bounds[:-1]], sentences.ends[bounds[1:] - 1])
+        last_sentences = bounds[1:] - 1
+        pieces = Spans(sentences.starts[bounds[:-1]], sentences.ends[last_sentences])
         return _segments_of_pieces(pieces, in_a_segment, short_seq_prob, rng)
     if pairing == "segments":
         chosen = _gather(sentences.lengths(), bounds, in_a_pair, short_seq_prob, rng)
@@ -343,7 +349,8 @@ def _stands_twice(b, block, ids):
     steps = b.lengths()[:, None] * np.arange(COMPARED_TOKENS) // COMPARED_TOKENS
     keys = ids[b.starts[:, None] + steps].astype(np.int64) @ HASH_FACTORS  # modulo 2**64
     order = np.lexsort((keys, block))
-    is_same = (np.diff(keys[order]) == 0) & (np.diff(block[order]) == 0)  # as the next one in this order
+    has_same_key = np.diff(keys[order]) == 0  # as the next one in this order
+    is_same = has_same_key & (np.diff(block[order]) == 0)
     found = np.zeros(len(order), dtype=bool)
     found[order[:-1][is_same]] = True
     found[order[1:][is_same]] = True
@@ -498,7 +505,8 @@ def one_segment_accuracy(corpus: TokenizedCorpus, pairs: np.ndarray, entries: in
         is_second_half = pair >= (len(labelled) + 1) // 2
         for is_fitted in (is_second_half, ~is_second_half):
             evidence = _evidence(features[is_fitted], labels[pair[is_fitted]], values)
-            scores += np.bincount(pair[~is_fitted], evidence[features[~is_fitted]], minlength=len(labelled))
+            evidence_of_others = evidence[features[~is_fitted]]
+            scores += np.bincount(pair[~is_fitted], evidence_of_others, minlength=len(labelled))
         accuracies.append(float(((scores > 0) == labels).mean()))
     return max(accuracies)
 

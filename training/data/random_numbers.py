@@ -6,7 +6,7 @@ import numpy as np
 
 
 _INCREMENT = 0x9E3779B97F4A7C15  # SplitMix64 adds this to its state for each random number
-_NUMBERS_PER_KEY = 2**20  # each key has a stream of so many random numbers
+_NUMBERS_PER_KEY = 2**20  # the random numbers in the stream of a key
 _ROUNDS = 6  # of `random_order`
 
 
@@ -17,7 +17,8 @@ def random_keys(seed: Sequence[int], numbers: np.ndarray) -> np.ndarray:
     The streams of two keys with the same seed do not overlap: their states are at least 2^20 increments apart.
     """
     (start,) = np.random.SeedSequence(seed).generate_state(1, np.uint64)
-    return start + numbers.astype(np.uint64) * np.uint64(_INCREMENT * _NUMBERS_PER_KEY % 2**64)
+    distance = np.uint64(_INCREMENT * _NUMBERS_PER_KEY % 2**64)  # of two neighbouring keys
+    return start + numbers.astype(np.uint64) * distance
 
 
 def random_numbers(keys: np.ndarray, indices: np.ndarray | int) -> np.ndarray:
@@ -44,7 +45,7 @@ def random_order(places: np.ndarray, count: int, seed: Sequence[int]) -> np.ndar
     it is applied again to the output.
     """
     bits = (count - 1).bit_length()
-    half = np.uint64(max(1, (bits + 1) // 2))  # a number has a left and a right half, of so many bits each
+    half = np.uint64(max(1, (bits + 1) // 2))  # the bits in the left half of a number, and in its right half
     lowest_bits = (np.uint64(1) << half) - np.uint64(1)
     keys = np.random.SeedSequence(seed).generate_state(_ROUNDS, np.uint64)
     entries = np.array(places, dtype=np.uint64)
