@@ -117,7 +117,7 @@ def start_from_bigrams(model, run: PretrainConfig, text: PreparedText) -> None:
 
 
 def _counted(pairs, tokenizer, entries):
-    """The bigrams of the pairs that are not left out, in a vocabulary of so many entries."""
+    """The bigrams of the pairs that are not left out; `entries` is the size of the vocabulary."""
     counted = (part[~_is_left_out(part, pairs.corpus)] for part in pairs.parts(0))
     return count_bigrams(pairs.corpus, counted, tokenizer.cls_token_id, tokenizer.sep_token_id, entries)
 

@@ -101,8 +101,8 @@ class BatchMaker:
             pairs = pairs[list(itertools.chain(*rows))]
         ids, arguments, is_predicted = self._one_pair_a_row(pairs, mlm_probability or self.mlm_probability)
         if rows is None:
-            nothing = np.zeros(len(pairs), dtype=np.int64)
-            places = Places(row=np.arange(len(pairs)), number=nothing, column=nothing)
+            zeros = np.zeros(len(pairs), dtype=np.int64)
+            places = Places(row=np.arange(len(pairs)), number=zeros, column=zeros)
             of_pairs = {"next_sentence_label": pairs["next_sentence_label"].copy()}
         else:
             lengths = arguments["attention_mask"].sum(1)
@@ -157,11 +157,14 @@ class BatchMaker:
 
     def _rows_of_ids(self, pairs):
         """
-        A row for each pair: the ids; whether each is no padding; whether it is of the text; whether it is of B, or the
-        [SEP] after B: each (n, T).
+        A row for each pair. Where A has 3 tokens and B has 2, `b_column` is 5, and the length of the row is 8:
 
-            columns    0      1 to 3    4      5 and 6    7      8 on        A has 3 tokens, B has 2: `b_column` is 5
-            ids        [CLS]  A         [SEP]  B          [SEP]  [PAD]       and the length 8
+            columns    0      1 to 3    4      5 and 6    7      8 on
+            ids        [CLS]  A         [SEP]  B          [SEP]  [PAD]
+
+        Returns:
+            The ids; whether each is no padding; whether it is of the text; and whether it is of B or the [SEP] after
+            B: each (n, T).
         """
         pairs = pairs[:, None]
         a_start = pairs["a_start"]
@@ -177,9 +180,8 @@ class BatchMaker:
         is_of_text[:, 0] = False
         ids = np.where(is_real, self.sep, self.pad)
         ids[:, 0] = self.cls
-        token = column + np.where(
-            is_first, a_start - 1, b_start - b_column
-        )  # the number, in the corpus, of each token
+        # The number, in the corpus, of each token.
+        token = column + np.where(is_first, a_start - 1, b_start - b_column)
         ids_of_text = self.tokens.ids[token[is_of_text]]
         self.tokens.check_ids(ids_of_text, self.vocab_size)
         ids[is_of_text] = ids_of_text
@@ -223,7 +225,12 @@ class Places(NamedTuple):
 
 
 def _places_of(lengths, pairs_in_row):
-    """The `Places` of pairs of these lengths (n,), the next ones of which form each row (B,)."""
+    """
+    The `Places` of pairs of these lengths (n,), which fill the rows in their order, `pairs_in_row` (B,) each.
+
+    Pairs of 9, 4 and 7 tokens, of which a first row takes two: their rows are 0 0 1, their numbers 0 1 0, and their
+    columns 0 9 0.
+    """
     row = np.repeat(np.arange(len(pairs_in_row)), pairs_in_row)
     starts = np.cumsum(lengths) - lengths  # if all rows stood one after the other
     first_pairs = np.cumsum(pairs_in_row) - pairs_in_row

@@ -127,7 +127,7 @@ class TrainingSteps:
             words: the words of the text in all of them.
 
         Raises:
-            ValueError: no run can have come there in so many steps.
+            ValueError: no run can have come there in `done` steps.
         """
         pairs_taken = 0  # with the length of the last stage that has begun
         most_tokens = 0
@@ -239,7 +239,7 @@ def steps_ahead(
                 yield item
             if isinstance(item, BaseException) and not ahead.exit_codes():
                 raise item
-            # An error that comes because a worker was killed says less than this.
+            # After an error, too: PyTorch's own, of a worker that was killed, says less than this one.
             ahead.check_workers()
     finally:
         ahead.close()
@@ -265,9 +265,8 @@ class _StepsAhead:
         self._start = start
         self._cursor = cursor
         self._num_workers = num_workers
-        self._queue = queue.Queue(
-            STEPS_AHEAD
-        )  # of each `Step`, and then `END`, or the error that has ended the thread
+        # It gets each `Step`, and then `END`, or the error that has ended the thread.
+        self._queue = queue.Queue(STEPS_AHEAD)
         self._workers = []  # empty until the thread has started them
         self._is_closed = threading.Event()
         self.thread = threading.Thread(target=self._work, daemon=True)
