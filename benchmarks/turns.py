@@ -8,7 +8,6 @@ import tempfile
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import transformers
@@ -109,9 +108,7 @@ class Step:
 
     def __init__(self, micro_batches, path, architecture):
         self.file = str(write_step(micro_batches, path))
-        counts = sum(map(counts_of, micro_batches)).tolist()
-        names = ("masked_tokens", "examples", "tokens", "padded_tokens", "squared_lengths")
-        self.counts = SimpleNamespace(**dict(zip(names, counts, strict=True)))
+        self.counts = counts_of(micro_batches)
         self.pairs = self.counts.examples
         self.tokens = self.counts.tokens
         self.arithmetic = training_arithmetic(architecture, self.counts, pair_task=True)

@@ -142,7 +142,10 @@ def test_the_steps_of_a_gpu_have_the_losses_of_a_cpus(books, packing, attention)
             masks = [batch.get("attention_mask") for batch in step.micro_batches]
             assert all(mask is None or (on_gpu <= (not mask.all())) for mask in masks)
             assert not on_gpu or (not packing and kernel == "sdpa") or masks == [None] * len(masks)
-            divisors = {"num_items_in_batch": step.counts[0], "num_pairs_in_batch": step.counts[1]}
+            divisors = {
+                "num_items_in_batch": step.counts.masked_tokens,
+                "num_pairs_in_batch": step.counts.examples,
+            }
             outputs = [model(**batch, **divisors, skip_logits=True) for batch in step.micro_batches]
             losses[on_gpu].append(
                 [sum(float(output[name]) for output in outputs) for name in ("mlm_loss", "nsp_loss")]

@@ -167,7 +167,7 @@ def make_learner():
 def step_of(learner):
     """A step of one micro-batch."""
     batch = make_batch(learner.model)
-    return Step([batch], counts_of(batch), START, words=0.0)
+    return Step([batch], counts_of([batch]), START, words=0.0)
 
 
 def test_a_trial_leaves_the_scale_as_it_was():

@@ -18,6 +18,7 @@ from d2l_bert.messages import READ_ERRORS, UserError, explained
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.training import checkpoint, devices
 from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.data.batches import Counts
 from d2l_bert.training.data.steps import Step, on_each
 from d2l_bert.training.data.unpadded import VARLEN
 from d2l_bert.training.held_out import SUMS, held_out_counts, held_out_metrics
@@ -115,7 +116,7 @@ class Learner:
             self.average.update(number)
         return stats
 
-    def take_step(self, micro_batches: list[dict], counts: torch.Tensor, learning_rate: float = 0.0) -> StepStats:
+    def take_step(self, micro_batches: list[dict], counts: Counts, learning_rate: float = 0.0) -> StepStats:
         """
         Train on one batch; skip the update of the weights if the loss or the gradient is not finite.
 
@@ -130,7 +131,7 @@ class Learner:
         accelerator = self.accelerator
         model = self.wrapped_model
         device = accelerator.device
-        counts = accelerator.reduce(counts.to(device), "sum")
+        counts = accelerator.reduce(counts.to_tensor(device), "sum")
         # A step of nothing but `[UNK]` has no token to predict, and one without a pair has no label: a loss of 0 / 1.
         divisors = {"num_items_in_batch": counts[0].clamp(min=1)}
         if "next_sentence_label" in micro_batches[0]:

@@ -28,7 +28,8 @@ from d2l_bert.training import checkpoint, devices, initialize, run_folder, sched
 from d2l_bert.training.bigram_start import start_from_bigrams
 from d2l_bert.training.checkpoint import Checkpoint, CheckpointSaver, Progress, WordSaver
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.data.batches import Ranks, with_objective
+from d2l_bert.training.data.objective import with_objective
+from d2l_bert.training.data.rows import Ranks
 from d2l_bert.training.data.steps import Step, TrainingSteps, steps_ahead
 from d2l_bert.training.devices import main_first, on_main, together
 from d2l_bert.training.held_out import HeldOutPairs, token_entropy
