@@ -80,10 +80,11 @@ class Ours:
     def __init__(self, setup):
         from d2l_bert import D2lBertConfig, PretrainConfig
         from d2l_bert.commands import keep_freed_memory
+        from d2l_bert.training.compiling import compiled_blocks
         from d2l_bert.training.data.batches import counts_of
-        from d2l_bert.training.devices import compiled_blocks, make_accelerator, with_defaults
+        from d2l_bert.training.devices import make_accelerator, with_defaults
         from d2l_bert.training.initialize import make_model
-        from d2l_bert.training.optimizer import Learner
+        from d2l_bert.training.learner import Learner
 
         keep_freed_memory()
         self.opened = contextlib.ExitStack()  # never closed: the process computes until it ends

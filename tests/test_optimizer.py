@@ -14,7 +14,8 @@ from d2l_bert.training.data.batches import counts_of
 from d2l_bert.training.data.order import START
 from d2l_bert.training.data.steps import Step
 from d2l_bert.training.devices import make_accelerator
-from d2l_bert.training.optimizer import Learner, MovingAverage, Muon, make_adamw, make_optimizers
+from d2l_bert.training.learner import Learner
+from d2l_bert.training.optimizers import MovingAverage, Muon, make_adamw, make_optimizers
 
 
 def is_decayed(name):

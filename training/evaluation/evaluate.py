@@ -15,7 +15,7 @@ from d2l_bert import folders, messages
 from d2l_bert.model_cards import evaluations
 from d2l_bert.tokenization import coverage, files, wordpiece
 from d2l_bert.tokenization.text_store import TextPart
-from d2l_bert.training import devices
+from d2l_bert.training import devices, processes
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.evaluation import comparison, minimal_pairs, pseudo_likelihood, text
 from d2l_bert.training.evaluation.config import EvaluateConfig
@@ -26,7 +26,7 @@ from d2l_bert.training.evaluation.minimal_pairs import MinimalPair
 logger = logging.getLogger(__name__)
 
 
-@devices.restore_host_settings()
+@processes.restore_host_settings()
 def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
     """
     Evaluate models on a text, on minimal pairs, or on both, in float32; or print the scores of lines by one model.
@@ -48,8 +48,8 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         UserError: something that the user can fix, in one line.
         SystemExit: in a run of several processes, the main process has raised an error, and shows it.
     """
-    devices.start_processes()
-    with devices.together():
+    processes.start_processes()
+    with processes.together():
         config.check()
         if config.output is not None:
             folders.check_new_file(Path(config.output))
@@ -63,8 +63,8 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         content = None
     else:
         content = compare(models, config, accelerator)
-        devices.on_main(_write, content, models, config)
-    devices.shut_down(accelerator)
+        processes.on_main(_write, content, models, config)
+    processes.shut_down(accelerator)
     return content if accelerator.is_main_process else None
 
 
@@ -75,7 +75,7 @@ def score_lines(models: Sequence[MaskedModel], config: EvaluateConfig, accelerat
     Raises:
         UserError: there are several models, several processes would read the standard input, or a line cannot be read.
     """
-    with devices.together():
+    with processes.together():
         if len(models) > 1:
             raise messages.UserError("line_scores is for one model; name one")
         if config.line_scores == files.STDIN and accelerator.num_processes > 1:
@@ -161,9 +161,9 @@ def prepare_pairs(models: Sequence[MaskedModel], config: EvaluateConfig) -> Pair
     Raises:
         UserError: they cannot be read, or a sentence is too long for a model.
     """
-    pairs = devices.on_main(minimal_pairs.read_blimp, config.blimp)
+    pairs = processes.on_main(minimal_pairs.read_blimp, config.blimp)
     title = minimal_pairs.name_of_pairs(pairs, config.blimp)
-    with devices.together():
+    with processes.together():
         encoded = [_encode_pairs(model, pairs, config) for model in models]
     return Pairs(pairs, title, encoded)
 
@@ -189,7 +189,7 @@ def prepare_text(models: Sequence[MaskedModel], config: EvaluateConfig) -> Text:
     Raises:
         UserError: the text cannot be read, or an option does not fit a model.
     """
-    with devices.together():
+    with processes.together():
         options = text.options_for_all(models, config)
         of_held_out = next((model for model in models if model.record), models[0])
         if config.held_out and not of_held_out.record:
@@ -197,7 +197,7 @@ def prepare_text(models: Sequence[MaskedModel], config: EvaluateConfig) -> Text:
                 f"{models[0].name}: no run_config.json says which documents its run held out; leave held_out out, or "
                 f"name a model of pretrain first"
             )
-        name, part = devices.main_first(text.read_text, config, of_held_out)
+        name, part = processes.main_first(text.read_text, config, of_held_out)
         sentences = text.sample_sentences(part, config.pppl_sentences, models, options.max_seq_length)
         if config.pppl_sentences and not sentences:
             logger.warning(
@@ -209,7 +209,7 @@ def prepare_text(models: Sequence[MaskedModel], config: EvaluateConfig) -> Text:
 
 def on_text(model: MaskedModel, read: Text, config: EvaluateConfig, accelerator: Accelerator) -> dict:
     """The figures of a model on the text, pseudo-perplexity last."""
-    with devices.together():
+    with processes.together():
         figures = text.evaluate_text(model, read.name, read.part, config, read.options, accelerator)
     if read.sentences:
         figures |= text.pseudo_perplexity(model, read.sentences, config, accelerator)

@@ -14,7 +14,7 @@ from d2l_bert.options import BATCHES, TEXT
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.tokenization import cache, coverage, encoding, prepare, sources, text_store, token_store
 from d2l_bert.tokenization.config import SourceConfig
-from d2l_bert.training import devices, held_out
+from d2l_bert.training import held_out, processes
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data.batches import Ranks
 from d2l_bert.training.evaluation.config import EvaluateConfig
@@ -254,7 +254,7 @@ def _tokens(model, name, part, config):
         way_out = "" if data.get("validation") else "; --held_out takes what its run held out"
         logger.warning(f"{model.name} was trained on this very text, {name}{way_out}")
     tokens = token_store.TokenizedCorpus(
-        devices.main_first(
+        processes.main_first(
             encoding.prepare_tokens,
             part,
             model.sentence_tokenizer(),

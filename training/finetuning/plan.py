@@ -12,7 +12,7 @@ from accelerate.utils import parse_flag_from_env
 from d2l_bert import folders
 from d2l_bert.messages import UserError, counted
 from d2l_bert.model_cards import publish
-from d2l_bert.training import devices, log, run_folder
+from d2l_bert.training import log, processes, run_folder
 from d2l_bert.training.finetuning import models, splits, trainer
 from d2l_bert.training.finetuning.all_tasks import CLASSES
 from d2l_bert.training.finetuning.config import FinetuneConfig
@@ -79,7 +79,7 @@ class Plan:
 
     Args:
         config: the options.
-        processes: how many processes train.
+        process_count: how many processes train.
         task: has learnt the labels of the training rows.
         start: the model to start from.
         splits: the rows, by `train`, `validation` and `test`.
@@ -89,7 +89,7 @@ class Plan:
     """
 
     config: FinetuneConfig
-    processes: int
+    process_count: int
     task: Task
     start: models.Start
     splits: dict[str, Split]
@@ -113,7 +113,9 @@ class Plan:
 
     def arguments(self, attempt: Attempt) -> transformers.TrainingArguments:
         """Trainer's arguments for one model."""
-        return trainer.make_arguments(self.task, self.folder_of(attempt), attempt.rate, attempt.seed, self.processes)
+        return trainer.make_arguments(
+            self.task, self.folder_of(attempt), attempt.rate, attempt.seed, self.process_count
+        )
 
     def measured(self) -> list[str]:
         """The splits to measure on: `validation`, `test`, as far as they have labels."""
@@ -135,14 +137,14 @@ def repository_of(config: FinetuneConfig) -> str:
     return config.hub_model_id or folders.real(output_folder(config)).name
 
 
-def make_plan(config: FinetuneConfig, processes: int) -> Plan:
+def make_plan(config: FinetuneConfig, process_count: int) -> Plan:
     """
     Check the options, read the rows and the model to start from, and make features.
 
     What can be refused without the rows, which may be many, is refused before the rows are read.
 
     Args:
-        processes: how many processes train.
+        process_count: how many processes train.
 
     Raises:
         UserError: options, rows, model or output folder cannot be used; nothing has been written.
@@ -170,9 +172,9 @@ def make_plan(config: FinetuneConfig, processes: int) -> Plan:
         note = features[name].note or f"none is longer than {start.max_seq_length} tokens"
         logger.info(f"{name}: {counted(len(split.rows), 'row')} of {split.name}{labels}; {note}")
     if config.push_to_hub:
-        devices.on_main(publish.check_push, repository_of(config), config.license, False)
+        processes.on_main(publish.check_push, repository_of(config), config.license, False)
     rates = config.learning_rates() or [trainer.default_rate(getattr(start.config, "hidden_size", 768))]
-    return Plan(config, processes, task, start, rows, features, metric, rates)
+    return Plan(config, process_count, task, start, rows, features, metric, rates)
 
 
 def check_machine(config: FinetuneConfig) -> None:

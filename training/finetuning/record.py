@@ -34,7 +34,9 @@ def make_record(plan: Plan) -> dict:
         "kind": config.task_type,
         "auto_class": plan.task.auto_class,
         "pipeline_task": pipeline_task(plan.task),
-        "rows_per_step": arguments.per_device_train_batch_size * plan.processes * config.gradient_accumulation_steps,
+        "rows_per_step": arguments.per_device_train_batch_size
+        * plan.process_count
+        * config.gradient_accumulation_steps,
         "warmup": warmup_of(arguments),
         "finetune": dataclasses.asdict(config),
         "identity": identity_of(plan, base),
@@ -83,7 +85,7 @@ def language_of(plan: Plan, base: dict) -> str | None:
 
 def identity_of(plan: Plan, base: dict) -> dict:
     """What must be the same in a run that goes on with this one."""
-    identity = {**plan.config.identity(), "learning_rates": plan.rates, "processes": plan.processes}
+    identity = {**plan.config.identity(), "learning_rates": plan.rates, "processes": plan.process_count}
     for name, split in plan.splits.items():
         identity[f"the fingerprint of the {name} rows"] = split.fingerprint
     identity["the model"] = base

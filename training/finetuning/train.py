@@ -15,7 +15,7 @@ from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.modeling import conversion
 from d2l_bert.records import read_record
 from d2l_bert.tokenization.model_files import without_log_messages
-from d2l_bert.training import devices, run_folder
+from d2l_bert.training import processes, run_folder
 from d2l_bert.training.checkpoint import WEIGHTS_FILE, check_hashes, checkpoints, delete_old, hashes_of, versions
 from d2l_bert.training.finetuning import metrics, models, trainer
 from d2l_bert.training.finetuning.config import FinetuneConfig
@@ -47,18 +47,18 @@ def finetune(config: FinetuneConfig) -> Path:
     Raises:
         UserError: an option, the data, the model or the output folder is wrong, or a file cannot be written.
     """
-    state = devices.start_processes()
-    with devices.restore_host_settings(), without_log_messages():
-        with devices.together():
+    state = processes.start_processes()
+    with processes.restore_host_settings(), without_log_messages():
+        with processes.together():
             plan = make_plan(config, state.num_processes)
             record = make_record(plan)
         with contextlib.ExitStack() as stack:
-            devices.on_main(run_folder.enter_finetuning, config, plan.folder, record, stack)
+            processes.on_main(run_folder.enter_finetuning, config, plan.folder, record, stack)
             outcome = train(plan)
             messages.report.info(finish(plan, record, outcome))
         if config.push_to_hub:
             settings = PublishConfig(public=not config.hub_private_repo)
-            messages.report.info(devices.on_main(publish.publish, plan.folder, repository_of(config), settings))
+            messages.report.info(processes.on_main(publish.publish, plan.folder, repository_of(config), settings))
     return plan.folder
 
 
@@ -113,7 +113,7 @@ def result_of(plan: Plan, attempt: Attempt) -> Result:
     folder = plan.folder_of(attempt)
     if (folder / RESULT_FILE).exists():
         return read_result(plan, attempt)
-    checkpoint, seconds = devices.on_main(trainer.last_checkpoint, folder)
+    checkpoint, seconds = processes.on_main(trainer.last_checkpoint, folder)
     callback = trainer.Checkpoints(seconds)
     training = make_trainer(plan, attempt, callback)
     if checkpoint is not None:
@@ -137,7 +137,7 @@ def result_of(plan: Plan, attempt: Attempt) -> Result:
         model = None
         result["diverged"] = True
         logger.warning(f"{folder.name}: the training diverged (weights are not finite); it is left out")
-    return devices.on_main(_keep, folder, model, result)
+    return processes.on_main(_keep, folder, model, result)
 
 
 def make_trainer(plan: Plan, attempt: Attempt, callback: trainer.Checkpoints) -> trainer.TaskTrainer:
@@ -278,4 +278,4 @@ def finish(plan: Plan, record: dict, outcome: Outcome) -> str:
             outputs[name] = plan.task.row_outputs(split, plan.features[name].windows, logits)
     if outputs:
         model.config.use_cache = False  # the configuration of a model that has predicted, since Trainer did that
-    return devices.on_main(write_folder, plan, record, model, outputs, outcome)
+    return processes.on_main(write_folder, plan, record, model, outputs, outcome)

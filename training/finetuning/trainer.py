@@ -80,14 +80,16 @@ def warmup_steps(config: FinetuneConfig) -> float:
     return 0.1 if config.warmup_ratio is None else config.warmup_ratio
 
 
-def make_arguments(task: Task, folder: Path, rate: float, seed: int, processes: int) -> transformers.TrainingArguments:
+def make_arguments(
+    task: Task, folder: Path, rate: float, seed: int, process_count: int
+) -> transformers.TrainingArguments:
     """
     Trainer's arguments for one model of a run.
 
     Args:
         folder: for the checkpoints of this model.
         rate, seed: of this model.
-        processes: how many processes train.
+        process_count: how many processes train.
     """
     config = task.config
     metric = task.metric()
@@ -96,7 +98,7 @@ def make_arguments(task: Task, folder: Path, rate: float, seed: int, processes: 
         **{name: getattr(config, name) for name in AS_GIVEN},
         output_dir=str(folder),
         run_name=folder.name,
-        per_device_train_batch_size=config.per_device_train_batch_size or max(1, 32 // processes),
+        per_device_train_batch_size=config.per_device_train_batch_size or max(1, 32 // process_count),
         num_train_epochs=config.num_train_epochs or 4.0,
         max_steps=config.max_steps or -1,
         learning_rate=rate,
