@@ -166,8 +166,12 @@ class SentenceEncoder:
 
 def _is_word_by_word(normalizer, pre_tokenizer):
     """Whether a tokenizer, in its JSON, treats each word between spaces by itself: as BERT's do, and as `Rules` do."""
-    *before, last = normalizer.get("normalizers", [normalizer])
-    first, *behind = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    normalizers = normalizer.get("normalizers", [normalizer])
+    pre_tokenizers = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    if not normalizers or not pre_tokenizers:  # a sequence of nothing
+        return False
+    *before, last = normalizers
+    first, *behind = pre_tokenizers
     if last.get("type") != "BertNormalizer" or first.get("type") != "BertPreTokenizer":
         return False
     for step in before:

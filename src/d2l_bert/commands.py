@@ -178,8 +178,9 @@ def _refuse_what_is_fixed(arguments, run):
 
     fixed = fixed_options(run)
     if run.init_from is not None:
-        for name in set(architecture_options()) - set(FREE_FIELDS):
-            fixed[name] = f"the model in init_from ({run.init_from})"
+        for name in architecture_options():
+            if name not in FREE_FIELDS:
+                fixed[name] = f"the model in init_from ({run.init_from})"
     for name, by in fixed.items():
         if name in arguments:
             raise messages.UserError(f"{name} is fixed by {by}; leave {name} out")
