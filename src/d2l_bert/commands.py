@@ -121,10 +121,10 @@ def pretrain_command(arguments) -> None:
     Without any option, the recipe tiny is trained on the documentation that is installed with Python, in a few
     minutes. The output folder then holds the model, the tokenizer, the model card and a record of the run.
     """
-    from d2l_bert.training import devices, pretrain
+    from d2l_bert.training import pretrain, processes
 
-    devices.start_processes()
-    with devices.together():
+    processes.start_processes()
+    with processes.together():
         architecture, run = resolve_pretrain(arguments)
     keep_freed_memory()  # before the text is read: reading frees one large piece of memory, which the steps then use
     pretrain.pretrain(architecture, run)
