@@ -155,6 +155,17 @@ class Losses:
             **{name: last[f"eval_{name}"] for name in ("mlm_loss", "mlm_accuracy", "nsp_loss", "nsp_accuracy")},
         }
 
+    def content(self) -> dict:
+        """The entry of the run in the JSON file."""
+        return {
+            "what": self.what,
+            "summary": self.summary(),
+            "learning_rates": self.rates,
+            "train_mlm_loss": self.mlm,
+            "train_nsp_loss": self.nsp,
+            "held_out": {str(step): figures for step, figures in self.held_out.items()},
+        }
+
 
 def train(task, contestant, what, rates, steps, held_out, folder, eval_steps) -> Losses:
     """
@@ -180,9 +191,9 @@ def train(task, contestant, what, rates, steps, held_out, folder, eval_steps) ->
 
 def side_by_side(task, arguments, folder) -> Iterator[tuple[str, Losses]]:
     """d2l's run and ours on the same pairs."""
-    count, run = arguments.max_steps, task.run
+    count = arguments.max_steps
     held_out = write_held_out(task, folder)
-    run = replace(run, max_steps=count, num_train_epochs=None, max_minutes=None)
+    run = replace(task.run, max_steps=count, num_train_epochs=None, max_minutes=None)
     plans = {
         "d2l": ("d2l 1.0.3, the rate stays at 0.01", [RATE] * count, arguments.d2l_python),
         "ours": (
@@ -199,7 +210,8 @@ def side_by_side(task, arguments, folder) -> Iterator[tuple[str, Losses]]:
 
 def experiment(task, arguments, folder) -> Iterator[tuple[str, Losses]]:
     """d2l's run with one thing changed at a time."""
-    count, held_out = arguments.max_steps, write_held_out(task, folder)
+    count = arguments.max_steps
+    held_out = write_held_out(task, folder)
     for name in dict.fromkeys(["book", *(arguments.experiment or VARIANTS)]):
         variant = VARIANTS[name]
         rates = [variant.rate(step, count) for step in range(count)]
@@ -209,8 +221,9 @@ def experiment(task, arguments, folder) -> Iterator[tuple[str, Losses]]:
 
 
 def write_held_out(task, folder) -> str:
-    run, text = task.run, prepare(task.run)
-    held_out = HeldOutPairs(text.held_out, text.tokenizer, run, run.most_tokens(), text.held_out_name())
+    text = prepare(task.run)
+    most = task.run.most_tokens()
+    held_out = HeldOutPairs(text.held_out, text.tokenizer, task.run, most, text.held_out_name())
     return str(write_step(list(held_out), folder / "held-out"))
 
 
@@ -237,23 +250,14 @@ def print_row(name, losses):
 
 def content_of(task, runs) -> dict:
     """The content of the JSON file."""
+    words = [without_folder(word) for word in sys.argv[1:]]
     return {
-        "command": " ".join(["python", "-m", "benchmarks.d2l_books", *map(without_folder, sys.argv[1:])]),
+        "command": " ".join(["python", "-m", "benchmarks.d2l_books", *words]),
         "date": date.today().isoformat(),
         "machine": heading(task.device).splitlines()[-1],
         "task": str(task),
         "ln_2": LN_2,
-        "runs": {
-            name: {
-                "what": losses.what,
-                "summary": losses.summary(),
-                "learning_rates": losses.rates,
-                "train_mlm_loss": losses.mlm,
-                "train_nsp_loss": losses.nsp,
-                "held_out": {str(step): figures for step, figures in losses.held_out.items()},
-            }
-            for name, losses in runs.items()
-        },
+        "runs": {name: losses.content() for name, losses in runs.items()},
     }
 
 
@@ -270,7 +274,8 @@ def plot(runs: dict[str, Losses], path: Path) -> None:
     figure = Figure(figsize=(12, 5), layout="constrained")
     panels = figure.subplots(1, 2)
     for number, (name, losses) in enumerate(runs.items()):
-        color, count = f"C{number % 10}", len(losses.rates)
+        color = f"C{number % 10}"
+        count = len(losses.rates)
         line = "-" if number < 10 else "--"
         done = [step / count for step in losses.held_out]
         for axes, trained, key in zip(panels, (losses.mlm, losses.nsp), ("mlm_loss", "nsp_loss"), strict=True):

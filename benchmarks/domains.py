@@ -32,7 +32,9 @@ MOST_ROWS = 1000  # to validate and to test, drawn from all that are held out
 # Of the corpora of biomedical text, each in files of a word a line.
 BIOMEDICAL_VALID = "BC5CDR-IOB/devel.tsv"
 
-LABELLED, UNLABELLED = "BBBP.csv", ("HIV.csv", "tox21.csv", "Lipophilicity.csv", "sider.csv", "clintox.csv")
+# Of MoleculeNet: the molecules with labels, and those whose text alone is used.
+LABELLED = "BBBP.csv"
+UNLABELLED = ("HIV.csv", "tox21.csv", "Lipophilicity.csv", "sider.csv", "clintox.csv")
 
 
 def write_rows(folder: Path, splits: dict[str, list[dict]]) -> None:
@@ -65,15 +67,20 @@ def icelandic(clone: Path, place: Path) -> None:
     files = sorted(clone.rglob("not-to-release/CoNLLU/*.conllu"))
     texts = {file.name.rpartition(".")[0]: sentences(file) for file in files}
     splits = {"train": [], "validation": [], "test": []}
-    for number, name in enumerate(list(texts)):
-        is_held_out = number % HELD_OUT == HELD_OUT - 1
-        split = ("validation", "test")[number // HELD_OUT % 2] if is_held_out else "train"
-        splits[split] += [row for _, row in (texts.pop(name) if is_held_out else texts[name])]
+    train = {}
+    for number, (name, found) in enumerate(texts.items()):
+        if number % HELD_OUT == HELD_OUT - 1:
+            split = ("validation", "test")[number // HELD_OUT % 2]
+        else:
+            split = "train"
+            train[name] = [text for text, _ in found]
+        splits[split] += [row for _, row in found]
     rng = np.random.default_rng(0)
     for split in ("validation", "test"):
-        splits[split] = [splits[split][row] for row in rng.permutation(len(splits[split]))[:MOST_ROWS].tolist()]
+        drawn = rng.permutation(len(splits[split]))[:MOST_ROWS].tolist()
+        splits[split] = [splits[split][row] for row in drawn]
     write_rows(place / "rows" / "icelandic", splits)
-    write_text(place / "text" / "icelandic", {name: [text for text, _ in found] for name, found in texts.items()})
+    write_text(place / "text" / "icelandic", train)
 
 
 def molecules(clone: Path, place: Path) -> None:
@@ -86,20 +93,28 @@ def molecules(clone: Path, place: Path) -> None:
     rows = [rows[number] for number in np.random.default_rng(0).permutation(len(rows)).tolist()]
     splits = {"train": rows[1000:], "validation": rows[800:1000], "test": rows[:800]}
     write_rows(place / "rows" / "molecules", splits)
-    found = dict.fromkeys(row["smiles"] for name in UNLABELLED for row in read(name))
+    found = {}  # a dict keeps each once, in their order
+    for name in UNLABELLED:
+        found |= dict.fromkeys(row["smiles"] for row in read(name))
     write_text(place / "text" / "molecules", {"smiles": [smiles for smiles in found if smiles not in labels]})
 
 
 def biomedical(clone: Path, place: Path) -> None:
     def read(file):
-        blocks = file.read_text(encoding="utf-8").strip().split("\n\n")
-        return [" ".join(line.split("\t")[0] for line in block.splitlines()) for block in blocks]
+        found = []
+        for block in file.read_text(encoding="utf-8").strip().split("\n\n"):
+            words = [line.split("\t")[0] for line in block.splitlines()]
+            found.append(" ".join(words))
+        return found
 
     # The corpora share abstracts, and divide them into words in several ways.
     valid = {sentence.replace(" ", ""): sentence for sentence in read(clone / "data" / BIOMEDICAL_VALID)}
     train = {}
     for file in sorted((clone / "data").glob("*-IOB/*.tsv")):
-        train |= {key: sentence for sentence in read(file) if (key := sentence.replace(" ", "")) not in valid}
+        for sentence in read(file):
+            key = sentence.replace(" ", "")
+            if key not in valid:
+                train[key] = sentence
     write_text(place / "text" / "biomedical" / "train", {"sentences": list(train.values())})
     write_text(place / "text" / "biomedical" / "valid", {"sentences": list(valid.values())})
 

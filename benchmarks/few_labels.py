@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib import figure
@@ -37,13 +38,24 @@ BASELINE = "logistic regression"
 
 STRENGTHS = (0.1, 1.0, 10.0, 100.0)  # the baseline's C
 
-# By data set: the task, the numbers of labelled rows, and what TF-IDF counts.
-WORDS, CHARACTERS = {"ngram_range": (1, 2)}, {"analyzer": "char", "ngram_range": (1, 5), "lowercase": False}
+# What TF-IDF counts in a text.
+WORDS = {"ngram_range": (1, 2)}
+CHARACTERS = {"analyzer": "char", "ngram_range": (1, 5), "lowercase": False}
+
+
+class DataSet(NamedTuple):
+    """A data set: the task, the numbers of labelled rows, and of a task on texts what TF-IDF counts."""
+
+    task: str
+    counts: tuple[int, ...]
+    counted: dict
+
+
 DATA_SETS = {
-    "ewt-pos": ("token-classification", (50, 100, 200, 500, 1500), {}),
-    "trec": ("text-classification", (50, 100, 200, 500, 1500, 4900), WORDS),
-    "icelandic": ("token-classification", (50, 100, 200, 500, 1500), {}),
-    "molecules": ("text-classification", (50, 100, 200, 500), CHARACTERS),
+    "ewt-pos": DataSet("token-classification", (50, 100, 200, 500, 1500), {}),
+    "trec": DataSet("text-classification", (50, 100, 200, 500, 1500, 4900), WORDS),
+    "icelandic": DataSet("token-classification", (50, 100, 200, 500, 1500), {}),
+    "molecules": DataSet("text-classification", (50, 100, 200, 500), CHARACTERS),
 }
 
 
@@ -90,10 +102,16 @@ def word_features(tokens: list[str], place: int) -> dict:
 
 
 def inputs_and_labels(rows, task):
-    labels = [label for row in rows for label in labels_of(row, task)]
-    if task == "text-classification":
-        return [row["text"] for row in rows], labels
-    return [word_features(row["tokens"], place) for row in rows for place in range(len(row["tokens"]))], labels
+    """What the baseline sees of each text or word, and the labels."""
+    inputs = []
+    labels = []
+    for row in rows:
+        labels += labels_of(row, task)
+        if task == "text-classification":
+            inputs.append(row["text"])
+        else:
+            inputs += [word_features(row["tokens"], place) for place in range(len(row["tokens"]))]
+    return inputs, labels
 
 
 def draw(rows: dict[str, list[dict]], task: str, count: int, seed: int) -> list[dict]:
@@ -102,11 +120,19 @@ def draw(rows: dict[str, list[dict]], task: str, count: int, seed: int) -> list[
     label that no training row has.
     """
     order = np.random.default_rng(seed).permutation(len(rows["train"])).tolist()
-    missing = {label for name in ("validation", "test") for row in rows[name] for label in labels_of(row, task)}
-    first, others = [], []
-    for row in [rows["train"][number] for number in order]:
-        (first if missing.intersection(labels_of(row, task)) else others).append(row)
-        missing -= {*labels_of(row, task)}
+    missing = set()
+    for row in (*rows["validation"], *rows["test"]):
+        missing.update(labels_of(row, task))
+    first = []
+    others = []
+    for number in order:
+        row = rows["train"][number]
+        labels = set(labels_of(row, task))
+        if labels & missing:
+            first.append(row)
+            missing -= labels
+        else:
+            others.append(row)
     return [*first, *others][:count]
 
 
@@ -116,16 +142,15 @@ def labels_of(row: dict, task: str) -> list[str]:
 
 def baseline(rows: dict, train: list[dict], task: str, counted: dict) -> float:
     """The accuracy on the test rows of the regression that is best on the validation rows."""
-    best, kept = -1.0, None
-    sides = {name: inputs_and_labels(rows[name], task) for name in ("validation", "test")}
+    validation = inputs_and_labels(rows["validation"], task)
+    models = []
     for strength in STRENGTHS:
         is_text = task == "text-classification"
         features = TfidfVectorizer(**counted, sublinear_tf=True) if is_text else DictVectorizer()
         model = make_pipeline(features, LogisticRegression(C=strength, max_iter=1000))
-        model.fit(*inputs_and_labels(train, task))
-        if (accuracy := model.score(*sides["validation"])) > best:
-            best, kept = accuracy, model
-    return kept.score(*sides["test"])
+        models.append(model.fit(*inputs_and_labels(train, task)))
+    best = max(models, key=lambda model: model.score(*validation))  # the first of equal ones
+    return best.score(*inputs_and_labels(rows["test"], task))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -160,11 +185,14 @@ def measure(given, name: str) -> dict[str, dict[int, list[float]]]:
         for seed in range(1, given.num_seeds + 1):
             train = draw(rows, task, count, seed)
             place = given.work_dir / "rows" / f"{name}-{count}-{seed}"
-            files = {"train": write(train, place / "train.jsonl")}
-            files |= {split: write(rows[split], place / f"{split}.jsonl") for split in ("validation", "test")}
-            accuracies = {
-                side: finetune(given, name, task, side, count, seed, files)["test_accuracy"] for side in SIDES
+            files = {
+                "train": write(train, place / "train.jsonl"),
+                "validation": write(rows["validation"], place / "validation.jsonl"),
+                "test": write(rows["test"], place / "test.jsonl"),
             }
+            accuracies = {}
+            for side in SIDES:
+                accuracies[side] = finetune(given, name, task, side, count, seed, files)["test_accuracy"]
             accuracies[BASELINE] = baseline(rows, train, task, counted)
             for side, accuracy in accuracies.items():
                 found[side].setdefault(len(train), []).append(accuracy)
@@ -183,7 +211,8 @@ def cell(accuracies: list[float]) -> str:
 
 def plot(found: dict, file: Path) -> None:
     drawing = figure.Figure(figsize=(5.2 * len(found), 4.2), layout="constrained")
-    for panel, (name, sides) in zip(np.atleast_1d(drawing.subplots(1, len(found))), found.items(), strict=True):
+    panels = np.atleast_1d(drawing.subplots(1, len(found)))
+    for panel, (name, sides) in zip(panels, found.items(), strict=True):
         for number, (side, by_count) in enumerate(sides.items()):
             counts = list(by_count)
             values = np.array([by_count[count] for count in counts]) * 100

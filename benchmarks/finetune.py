@@ -62,9 +62,11 @@ def main():
         "--options", nargs=argparse.REMAINDER, default=[], help="further options of d2l-bert finetune, up to the end"
     )
     given = parser.parse_args()
-    rows, commands = [], []
+    rows = []
+    commands = []
     for name in given.sets:
-        metric, found = METRICS.get(name, "accuracy"), {}
+        metric = METRICS.get(name, "accuracy")
+        found = {}
         for side in SIDES:
             folder = given.work_dir / f"{name}-{side.replace(' ', '-')}"
             words = command(

@@ -32,7 +32,9 @@ SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediat
 def ways(model: str) -> dict[str, list[str]]:
     """Options of `d2l-bert pretrain` by the name of the way."""
     config = read_model(model)[0].config
-    shape = [word for name in SHAPE for word in (f"--{name}", str(getattr(config, name)))]
+    shape = []
+    for name in SHAPE:
+        shape += [f"--{name}", str(getattr(config, name))]
     go_on = ["--init_from", model]
     return {
         "from scratch": shape,
@@ -70,13 +72,20 @@ def figures(model: str, text: Path, output: Path) -> dict:
 
 def word_frequencies(text: Path) -> tuple[int, float]:
     """The words of `train`, and the perplexity of those of `valid` by their frequencies there (unseen: 1)."""
-    counted, met = (
-        Counter(word for file in sorted((text / part).rglob("*.txt")) for word in file.read_text().lower().split())
-        for part in ("train", "valid")
-    )
-    every, kinds = sum(counted.values()), len(counted) + 1
-    logs = sum(count * math.log((counted[word] + 1) / (every + kinds)) for word, count in met.items())
-    return every, math.exp(-logs / sum(met.values()))
+    counted = words_in(text / "train")
+    every = sum(counted.values())
+    kinds = len(counted) + 1
+    met = words_in(text / "valid")
+    logs = [count * math.log((counted[word] + 1) / (every + kinds)) for word, count in met.items()]
+    return every, math.exp(-sum(logs) / sum(met.values()))
+
+
+def words_in(folder: Path) -> Counter:
+    """How often each word stands in the text files of a folder."""
+    counted = Counter()
+    for file in sorted(folder.rglob("*.txt")):
+        counted.update(file.read_text().lower().split())
+    return counted
 
 
 def measure(name: str, text: Path, given) -> list[dict]:
@@ -86,7 +95,8 @@ def measure(name: str, text: Path, given) -> list[dict]:
     rows = [{**row, "way": "as it is", "minutes": 0, "model": given.model}]
     for minutes in given.minutes:
         for way, options in ways(given.model).items():
-            folder = given.work_dir / f"{name}-{way.replace(', ', '-').replace(',', '').replace(' ', '-')}-{minutes:g}"
+            way_as_name = way.replace(", ", "-").replace(",", "").replace(" ", "-")
+            folder = given.work_dir / f"{name}-{way_as_name}-{minutes:g}"
             if not (folder / "metrics.json").exists():
                 length = ["--max_minutes", f"{minutes:g}", "--output_dir", str(folder), "--overwrite_output_dir"]
                 corpus = ["--corpus", str(text / "train"), "--validation_corpus", str(text / "valid")]
@@ -115,23 +125,18 @@ def main() -> None:
     given.work_dir.mkdir(parents=True, exist_ok=True)
     if given.python_docs:
         write_python_docs(given.python_docs)
-    rows = [row for text in given.text for row in measure(*_named(text), given)]
+    rows = []
+    for text in given.text:
+        name, _, folder = text.partition("=")
+        rows += measure(name, Path(folder), given)
     if given.output:
         given.output.write_text(json.dumps(rows, indent=2) + "\n")
-    print(
-        "\n| text | way | minutes | a word's pseudo-perplexity | MLM loss | the same on the old text |\n"
-        + "|---" * 6
-        + "|"
-    )
+    print("\n| text | way | minutes | a word's pseudo-perplexity | MLM loss | the same on the old text |")
+    print("|---" * 6 + "|")
     for row in rows:
         old = f"{row['old_word']:.0f}" if "old_word" in row else ""
         text = f"{row['text']}: {row['words']:,} words, frequencies alone {row['frequencies']:,.0f}"
         print(f"| {text} | {row['way']} | {row['minutes']:g} | {row['word']:.0f} | {row['mlm_loss']:.3f} | {old} |")
-
-
-def _named(text):
-    name, _, folder = text.partition("=")
-    return name, Path(folder)
 
 
 if __name__ == "__main__":

@@ -101,13 +101,16 @@ def main() -> None:
 
 def run_steps(arguments):
     print(heading(arguments.device))
-    end, rows = time.monotonic() + arguments.budget, []
+    end = time.monotonic() + arguments.budget
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name, (seconds, _) in STEPS.items():
             if not name.startswith(tuple(arguments.only)):
                 continue
-            found, left = [{"skipped": "no time left"}], end - time.monotonic()
-            if left > 25:
+            left = end - time.monotonic()
+            if left <= 25:
+                found = [{"skipped": "no time left"}]
+            else:
                 found = run_step(name, min(seconds, left), folder, arguments.dry or name == "reference")
             for row in found:
                 rows.append({"step": name, **row})
@@ -118,8 +121,11 @@ def run_steps(arguments):
 def run_step(name, seconds, folder, on_cpu) -> list[dict]:
     """The results of a step; where it fails, or takes longer, also how, with the last lines that it printed."""
     command = [sys.executable, "-m", "benchmarks.gpu", *sys.argv[1:], "--step", name, "--folder", folder]
-    variables = os.environ | ({"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"} if on_cpu else {})
-    begin, log = time.monotonic(), Path(folder) / f"{name}.txt"
+    variables = dict(os.environ)
+    if on_cpu:
+        variables |= {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    begin = time.monotonic()
+    log = Path(folder) / f"{name}.txt"
     with open(log, "w") as file:
         process = psutil.Popen(command, stdout=file, stderr=file, env=variables)
         try:
@@ -141,8 +147,11 @@ def run_step(name, seconds, folder, on_cpu) -> list[dict]:
 def print_table(rows):
     """The results in short: all but lists and dicts, a line each."""
     for row in rows:
-        shown = {name: value for name, value in row.items() if name != "step" and not isinstance(value, (list, dict))}
-        print(f"{row['step']:24}" + "  ".join(f"{name} {value}" for name, value in shown.items()))
+        shown = []
+        for name, value in row.items():
+            if name != "step" and not isinstance(value, (list, dict)):
+                shown.append(f"{name} {value}")
+        print(f"{row['step']:24}" + "  ".join(shown))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -152,8 +161,9 @@ def print_table(rows):
 def environment(arguments):
     yield {"python": sys.version.split()[0], "torch": torch.__version__, "cores": len(os.sched_getaffinity(0))}
     if arguments.device == "cuda":
-        gpu, cudnn = torch.cuda.get_device_properties(0), torch.backends.cudnn.version()
+        gpu = torch.cuda.get_device_properties(0)
         memory = round(gpu.total_memory / 1e9, 1)
+        cudnn = torch.backends.cudnn.version()
         yield {"gpu": gpu.name, "memory_gb": memory, "cuda": torch.version.cuda, "cudnn": cudnn}
     yield {"product_tflops": round(peak(arguments) / 1e12, 2)}
 
@@ -179,9 +189,14 @@ def losses(arguments, variants):
         options += ["--max_steps", "4" if arguments.dry else "30", "--micro_batch_size", "32"]
         folder = arguments.folder / f"{arguments.step}-{variant}"
         code = d2l_bert([*RUN, "--corpus", *arguments.corpus, *options, "--output_dir", str(folder)])
-        rows, known = logged(folder), logged(arguments.folder / f"reference-fp32-{layout}")
-        row = {"variant": variant, "exit_code": code, "last": rows[-1]["mlm_loss"] if rows else None}
-        yield {**row, "largest_difference_from_cpu": largest_difference(rows, known)}
+        rows = logged(folder)
+        of_cpu = logged(arguments.folder / f"reference-fp32-{layout}")
+        yield {
+            "variant": variant,
+            "exit_code": code,
+            "last": rows[-1]["mlm_loss"] if rows else None,
+            "largest_difference_from_cpu": largest_difference(rows, of_cpu),
+        }
 
 
 reference = losses  # the same, on the CPU
@@ -243,27 +258,40 @@ def measure(arguments, length, kind="ours", packing=False, cudnn=False):
     setup = {"name": kind, "architecture": architecture, "run": asdict(task.run), "device": arguments.device}
     process = ContestantProcess({**setup, "variant": variant})
     # A new shape may cost time; in the second round all are known.
-    fresh, again = ([1e3 * process.steps([step.file], [1e-4]) for step in steps] for _ in range(2))
+    fresh = [1e3 * process.steps([step.file], [1e-4]) for step in steps]
+    again = [1e3 * process.steps([step.file], [1e-4]) for step in steps]
     seconds = sum(again) / 1e3
     operations = sum(step.arithmetic for step in steps) / seconds
     row = {"tokens_per_s": round(sum(step.tokens for step in steps) / seconds)}
     row["mfu"] = round(operations / peak(arguments), 4)
     if arguments.device == "cuda":
-        nominal = next((value for name, value in NOMINAL.items() if name in torch.cuda.get_device_name()), math.nan)
-        row["mfu_nominal"] = round(operations / nominal, 4)
+        row["mfu_nominal"] = round(operations / nominal_speed(torch.cuda.get_device_name()), 4)
     row["memory_gb"] = round(sum(process.memory(steps[-1].file)) / 1e9, 2)
-    row["ms_a_step"], row["ms_fresh"] = round(statistics.median(again), 1), [round(ms, 1) for ms in fresh]
+    row["ms_a_step"] = round(statistics.median(again), 1)
+    row["ms_fresh"] = [round(ms, 1) for ms in fresh]
     return process, steps[-1].file, row
+
+
+def nominal_speed(gpu: str) -> float:
+    """Operations a second of the GPU by its maker; NaN for one that is not in the table."""
+    for name, operations in NOMINAL.items():
+        if name in gpu:
+            return operations
+    return math.nan
 
 
 def make_task(arguments, length, packing) -> Task:
     """BERT-base without dropout; four micro-batches in a step."""
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     if arguments.dry:
-        architecture, run = D2lBertConfig(vocab_size=8192, hidden_size=64, **no_dropout), RECIPES["tiny"]()[1]
-        length, pairs = 64, 8
+        architecture = D2lBertConfig(vocab_size=8192, hidden_size=64, **no_dropout)
+        _, run = RECIPES["tiny"]()
+        length = 64
+        pairs = 8
     else:
-        architecture, run = D2lBertConfig(**BASE, **no_dropout), replace(RECIPES["base"]()[1], vocab_size=30522)
+        architecture = D2lBertConfig(**BASE, **no_dropout)
+        _, run = RECIPES["base"]()
+        run = replace(run, vocab_size=30522)
         pairs = arguments.tokens // length
     plain = {"length_schedule": [], "batch_size_schedule": [], "mlm_probability": 0.15, "optim": "adamw"}
     sizes = {"max_seq_length": length, "micro_batch_size": pairs, "global_batch_size": 4 * pairs}
@@ -285,7 +313,8 @@ def start(arguments, name, *options, launcher=(), **environment):
 
 def resume(arguments):
     options = ["--max_steps", "8" if arguments.dry else "60", "--save_steps", "4" if arguments.dry else "20"]
-    whole, killed = (start(arguments, name, *options) for name in ("whole", "killed"))
+    whole = start(arguments, "whole", *options)
+    killed = start(arguments, "killed", *options)
     folder = arguments.folder / "killed"
     while killed.poll() is None and not any(folder.glob("checkpoint-*")):
         time.sleep(0.01)
@@ -301,9 +330,10 @@ def launched(arguments):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
     fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
     fsdp |= {"FSDP_TRANSFORMER_CLS_TO_WRAP": "D2lBertEncoderBlock"}
-    cases = {"ddp": ((), {}), "fsdp2": ((), fsdp), "fsdp2-muon": (("--optim", "muon"), fsdp)}
-    if arguments.dry:  # on a CPU Accelerate ignores FSDP
-        del cases["fsdp2"], cases["fsdp2-muon"]
+    cases = {"ddp": ((), {})}  # of a run its options, and its environment
+    if not arguments.dry:  # on a CPU Accelerate ignores FSDP
+        cases["fsdp2"] = ((), fsdp)
+        cases["fsdp2-muon"] = (("--optim", "muon"), fsdp)
     for name, (options, variables) in cases.items():
         options = [*options, "--max_steps", "8", "--save_steps", "4"]
         code = start(arguments, name, *options, launcher=torchrun, **variables).wait()

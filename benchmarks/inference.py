@@ -96,7 +96,8 @@ def make_models(config, arguments):
 def masked_texts(corpus, vocab_size, length, count):
     """`count` stretches of held-out text, repeated if there are too few, each with one word masked; the tokenizer."""
     prepared = prepare(PretrainConfig(corpus=corpus, vocab_size=vocab_size))
-    rng, texts = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    texts = []
     for ids in itertools.islice(stretches(prepared, length - 2), count):  # 2: [CLS] and [SEP]
         words = prepared.tokenizer.decode(ids).split()
         words[rng.integers(len(words))] = prepared.tokenizer.mask_token
@@ -179,7 +180,8 @@ def check(ours, stock, dtype) -> float:
     Raises:
         AssertionError: the distance is larger than rounding explains.
     """
-    ours, stock = ours.double(), stock.double()
+    ours = ours.double()
+    stock = stock.double()
     difference = float((ours - stock).norm() / stock.norm())
     assert difference < LIMITS[dtype], f"the models disagree by {difference:.1e} of the norm"
     return difference

@@ -16,11 +16,13 @@ from torch.nn import functional as F
 from transformers import DataCollatorForLanguageModeling
 
 from d2l_bert.modeling import conversion, export
-from d2l_bert.tokenization import existing_tokenizers, prepare
+from d2l_bert.tokenization import existing_tokenizers, prepare, sources
 from d2l_bert.tokenization.config import TextConfig
 
 
-CHARACTERS, LENGTH, ROWS = 100_000, 128, 32  # of the text; most tokens of a sentence; sentences at once
+CHARACTERS = 100_000  # of the text
+LENGTH = 128  # most tokens of a sentence
+ROWS = 32  # sentences at once
 
 
 def cost_of_int8(folder: str, sentences: list[str]) -> dict[str, dict[str, float]]:
@@ -30,7 +32,8 @@ def cost_of_int8(folder: str, sentences: list[str]) -> dict[str, dict[str, float
     collate = DataCollatorForLanguageModeling(tokenizer, seed=0)
     length = min(LENGTH, model.config.max_position_embeddings)
     files = {name: export.OnnxModel(Path(folder, name), model.config) for name in (export.FLOAT, export.INT8)}
-    total, tokens = {name: {"loss": 0.0, "seconds": 0.0} for name in files}, 0
+    total = {name: {"loss": 0.0, "seconds": 0.0} for name in files}
+    tokens = 0
     for first in range(0, len(sentences), ROWS):
         rows = [tokenizer(text, truncation=True, max_length=length) for text in sentences[first : first + ROWS]]
         batch = collate(rows)
@@ -50,10 +53,10 @@ def main():
     parser.add_argument("folders", nargs="+", metavar="DIR")
     parser.add_argument("--corpus", nargs="+", required=True, metavar="PATH")
     arguments = parser.parse_args()
-    sources = prepare.open_sources(arguments.corpus, [], "", TextConfig(), None)
-    name, store = prepare.read_sources(sources, None)
-    sentences = list(store.part().sample(CHARACTERS))
-    print(f"{len(sentences):,} sentences of {name}, {torch.get_num_threads()} threads")
+    what = sources.WhatToRead(paths=arguments.corpus)
+    text = prepare.read_sources(sources.open_sources(what, sources.HowToRead.of(TextConfig())), None)
+    sentences = list(text.store.part().sample(CHARACTERS))
+    print(f"{len(sentences):,} sentences of {text.name}, {torch.get_num_threads()} threads")
     for folder in arguments.folders:
         in_float, in_int8 = cost_of_int8(folder, sentences).values()
         print(

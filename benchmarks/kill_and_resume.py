@@ -30,13 +30,15 @@ import torch
 from benchmarks.turns import machine, positive
 
 
-STEPS, SAVE_STEPS = 200, 4
+STEPS = 200
+SAVE_STEPS = 4
 OPTIONS = (
     "--max_documents=400 --max_seq_length=64 --global_batch_size=16 "
     f"--max_steps={STEPS} --save_steps={SAVE_STEPS} --eval_steps=100 --logging_steps=1 "
     "--hidden_dropout_prob=0.1 --dataloader_num_workers=1 --resume_from_checkpoint=latest"
 ).split()
-AT_START, IN_SAVE = 0.2, 0.5  # shares of the kills
+AT_START = 0.2  # the share of the kills that are at the start of a process
+IN_SAVE = 0.5  # and in a save
 TIME_LIMIT = 600  # seconds for one process; a run that takes longer hangs
 
 
@@ -48,7 +50,8 @@ def main() -> None:
     print(f"python {' '.join(sys.orig_argv[1:])}    {date.today()}")
     print(f"{machine('cpu')}, {os.cpu_count()} cores, torch {torch.__version__}")
     with tempfile.TemporaryDirectory() as folder:
-        whole, killed = Run(Path(folder) / "whole"), Run(Path(folder) / "killed")
+        whole = Run(Path(folder) / "whole")
+        killed = Run(Path(folder) / "killed")
         seconds = whole.start().finish()
         print(f"not killed: {seconds:.1f} s", flush=True)
         begin = time.monotonic()
@@ -81,7 +84,8 @@ class RunProcess:
     """One process of a run and its loader's worker, from start to end."""
 
     def __init__(self, run: Run):
-        self.run, self.stderr = run, run.folder / "stderr.txt"
+        self.run = run
+        self.stderr = run.folder / "stderr.txt"
         self.starts_at_the_end = (run.model / f"checkpoint-{STEPS}").exists()
         environment = {**os.environ, "HF_HOME": str(run.folder / "cache"), "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "d2l_bert", "pretrain", f"--output_dir={run.model}", *OPTIONS]
@@ -140,9 +144,11 @@ def kill_and_resume(run: Run, kills: int, rng: random.Random) -> tuple[Counter, 
     Returns:
         The number of kills in each phase, and the number of steps that all processes took together.
     """
-    kills_by_phase, steps_taken = Counter(), 0
+    kills_by_phase = Counter()
+    steps_taken = 0
     for number in range(kills):
-        is_at_start, step = rng.random() < AT_START, min(STEPS, 1.1 * STEPS * number / kills)
+        is_at_start = rng.random() < AT_START
+        step = min(STEPS, 1.1 * STEPS * number / kills)
         while True:
             process = run.start()
             if process.runs_for(rng.uniform(0, 6)) if is_at_start else wait_for_kill(process, step, rng):

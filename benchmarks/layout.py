@@ -27,8 +27,8 @@ from benchmarks.turns import machine, positive
 from d2l_bert import PretrainConfig
 from d2l_bert.folders import content_hash, short_hash
 from d2l_bert.tokenization import wordpiece
-from d2l_bert.tokenization.account import account_of
 from d2l_bert.tokenization.config import TextConfig
+from d2l_bert.tokenization.coverage import coverage_of
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.tokenization.prepared_folder import PREPARED_FORMAT
 from d2l_bert.tokenization.token_store import ARRAYS
@@ -87,7 +87,7 @@ def write_folder(folder: Path, sentences_of: np.ndarray) -> None:
         "text_fingerprint": 0,
         "hub_datasets": [],
         "reading": {"characters": BYTES_A_TOKEN * total},
-        "account": account_of(Counter(), tokenizer),
+        "account": coverage_of(Counter(), tokenizer),
         "tokenizer": {"word_unit": "white space", "unknown_share": 0.0},
     }
     prepared = {
@@ -104,7 +104,8 @@ def write_store(store: Path, sentences_of: np.ndarray) -> int:
     """Write a token store, whose ids are a hole in the file; returns the number of its tokens."""
     store.mkdir()
     document_starts = np.append(0, np.cumsum(sentences_of))
-    rng, total = np.random.default_rng(0), 0
+    rng = np.random.default_rng(0)
+    total = 0
     with (store / "sentence_starts.bin").open("wb") as file:
         file.write(bytes(8))
         for first in range(0, int(document_starts[-1]), 10**7):

@@ -31,23 +31,29 @@ from d2l_bert.inference.config import EmbedConfig
 from d2l_bert.modeling import loading
 
 
-MOST_LINES, QUERIES, COPIES = 4000, 200, 8
+MOST_LINES = 4000  # of the logs
+QUERIES = 200  # lines whose nearest are looked for
+COPIES = 8  # of each query, where there are copies
 FIT_ON = 150  # lines, for the rows that say so
 
 
 def log_lines(files: list[Path]) -> tuple[list[str], list[str]]:
     """Different log lines, and the template of each: what is left without the words that have a digit."""
-    lines = {line.strip() for file in files for line in file.read_text(errors="replace").splitlines() if line.strip()}
-    lines = random.Random(0).sample(sorted(lines), min(MOST_LINES, len(lines)))
+    different = set()
+    for file in files:
+        different.update(line.strip() for line in file.read_text(errors="replace").splitlines())
+    different.discard("")
+    lines = random.Random(0).sample(sorted(different), min(MOST_LINES, len(different)))
     return lines, [re.sub(r"\S*\d\S*", "#", line) for line in lines]
 
 
 def book_sentences(folder: Path) -> tuple[list[str], list[str]]:
     """700 sentences of 7 to 39 words from each book, or all, and the book of each."""
-    lines, books = [], []
+    lines = []
+    books = []
     for file in sorted(folder.iterdir()):
-        sentences = re.split(r"(?<=[.!?])\s+", file.read_text())
-        sentences = [" ".join(sentence.split()) for sentence in sentences if 6 < len(sentence.split()) < 40]
+        words_of = [sentence.split() for sentence in re.split(r"(?<=[.!?])\s+", file.read_text())]
+        sentences = [" ".join(words) for words in words_of if 6 < len(words) < 40]
         chosen = random.Random(0).sample(sentences, min(700, len(sentences)))
         lines += chosen
         books += [file.name] * len(chosen)
@@ -56,9 +62,13 @@ def book_sentences(folder: Path) -> tuple[list[str], list[str]]:
 
 def copies_of(lines: list[str], changed: Callable[[str, random.Random], str]) -> tuple[list[str], list[int]]:
     """1,500 lines, the first of them with changed copies, and for each line the number of its original."""
-    rng, found, originals = random.Random(0), [], []
+    rng = random.Random(0)
+    found = []
+    originals = []
     for number, line in enumerate(rng.sample(lines, 1500)):
-        some = [line, *(changed(line, rng) for _ in range(COPIES if number < QUERIES else 0))]
+        some = [line]
+        if number < QUERIES:
+            some += [changed(line, rng) for _ in range(COPIES)]
         found += some
         originals += [number] * len(some)
     return found, originals
@@ -73,8 +83,9 @@ def share(vectors, groups: list, queries: list[int], nearest: int) -> float:
     vectors = torch.nn.functional.normalize(torch.as_tensor(vectors, dtype=torch.float64), dim=1)
     cosines = vectors[queries] @ vectors.T
     cosines[range(len(queries)), queries] = -2
-    found = cosines.topk(nearest).indices.tolist()
-    same = [groups[line] == groups[query] for query, lines in zip(queries, found, strict=True) for line in lines]
+    same = []
+    for query, lines in zip(queries, cosines.topk(nearest).indices.tolist(), strict=True):
+        same += [groups[line] == groups[query] for line in lines]
     return 100 * float(np.mean(same))
 
 
@@ -122,7 +133,8 @@ def main() -> None:
     }
     table = {}
     for name, (lines, groups) in texts.items():
-        nearest, counts = COPIES if "copies" in name else 10, Counter(groups)
+        nearest = COPIES if "copies" in name else 10
+        counts = Counter(groups)
         able = [number for number, group in enumerate(groups) if counts[group] > nearest]
         queries = random.Random(0).sample(able, min(QUERIES, len(able)))
         print(f"{name}: {len(lines):,} lines, {len(set(groups)):,} groups, {len(queries)} queries", flush=True)

@@ -23,7 +23,8 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.metrics import roc_auc_score
 
 
-HELD_OUT, ODD = 2000, 20
+HELD_OUT = 2000  # lines as they were
+ODD = 20  # lines of each kind
 TIME = re.compile(r"\[?\d{1,4}([-/.:,]\d{1,6}){1,6}\S*")
 
 
@@ -35,8 +36,11 @@ def run(*words) -> str:
 
 def lines_of(file: Path) -> list[str]:
     """The lines of a log without its dates and times."""
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [" ".join(word for word in line.split() if not TIME.fullmatch(word)) for line in lines if line.strip()]
+    lines = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.strip():
+            lines.append(" ".join(word for word in line.split() if not TIME.fullmatch(word)))
+    return lines
 
 
 def another_number(line: str, others: list[str], rng: random.Random) -> str | None:
@@ -50,7 +54,8 @@ def another_number(line: str, others: list[str], rng: random.Random) -> str | No
 
 def another_end(line: str, others: list[str], rng: random.Random) -> str:
     """The first half of a line with the second half of a line of another log."""
-    words, other = line.split(), rng.choice(others).split()
+    words = line.split()
+    other = rng.choice(others).split()
     return " ".join([*words[: len(words) // 2], *other[len(other) // 2 :]])
 
 
@@ -65,20 +70,29 @@ KINDS = {"number": another_number, "end": another_end, "order": shuffled}
 
 def with_odd_lines(logs: list[list[str]]) -> tuple[list[str], list[str]]:
     """Held-out lines with odd ones among them; and of each line its kind, "" for one as it was."""
-    rng, odd = random.Random(0), []
+    rng = random.Random(0)
+    odd = []
     for name, change in KINDS.items():
         made = []
         while len(made) < ODD:
             own = rng.randrange(len(logs))
-            others = [line for number, log in enumerate(logs) if number != own for line in log]
+            others = joined(logs[:own] + logs[own + 1 :])
             line = rng.choice(logs[own])
             changed = change(line, others, rng)
             if changed and changed != line:
                 made.append((changed, name))
         odd += made
-    plain = [(line, "") for line in rng.sample([line for log in logs for line in log], HELD_OUT)]
+    plain = [(line, "") for line in rng.sample(joined(logs), HELD_OUT)]
     mixed = rng.sample([*plain, *odd], len(plain) + len(odd))
     return [line for line, _ in mixed], [kind for _, kind in mixed]
+
+
+def joined(logs: list[list[str]]) -> list[str]:
+    """The lines of all logs."""
+    lines = []
+    for log in logs:
+        lines += log
+    return lines
 
 
 def report(name: str, oddness: np.ndarray, kinds: list[str]) -> None:
@@ -100,9 +114,10 @@ def main():
     parser.add_argument("--max_minutes", default="4")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    train, held_out = arguments.folder / "train.log", arguments.folder / "held-out.log"
+    train = arguments.folder / "train.log"
+    held_out = arguments.folder / "held-out.log"
     logs = [lines_of(file) for file in arguments.log]
-    trained = [line for log in logs for line in log[: len(log) * 4 // 5]]
+    trained = joined([log[: len(log) * 4 // 5] for log in logs])
     lines, kinds = with_odd_lines([log[len(log) * 4 // 5 :] for log in logs])
     train.write_text("".join(f"{line}\n" for line in trained))
     held_out.write_text("".join(f"{line}\n" for line in lines))
@@ -110,9 +125,13 @@ def main():
     length = ["--max_minutes", arguments.max_minutes, "--resume_from_checkpoint", "latest"]
     run("pretrain", "--corpus", train, "--recipe", "tiny-sentences", "--output_dir", model, *length)
     scored = run("evaluate", model, "--line_scores", held_out)
-    scores = {int(cells[4]): float(cells[0]) for cells in (line.split("\t") for line in scored.splitlines())}
+    scores = {}
+    for line in scored.splitlines():
+        cells = line.split("\t")
+        scores[int(cells[4])] = float(cells[0])
     print(f"{len(trained):,} lines to train on, {len(lines):,} held out, of them {len(KINDS) * ODD} made odd")
-    report("score of the model", -np.array([scores[number] for number in range(1, len(lines) + 1)]), kinds)
+    in_order = np.array([scores[number] for number in range(1, len(lines) + 1)])
+    report("score of the model", -in_order, kinds)
     words = TfidfVectorizer(sublinear_tf=True)
     known = words.fit_transform(trained)
     nearest = [float((known @ row.T).max()) for row in words.transform(lines)]

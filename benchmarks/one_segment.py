@@ -19,6 +19,7 @@ import importlib.util
 import io
 import json
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -37,9 +38,13 @@ LOOKS = ("B alone", "A alone", "ends, lengths", "lengths (trees)")
 def documents_of(text: str) -> list[str]:
     """The documents of a TEXT."""
     if text == "docstrings":
-        folders = [Path(importlib.util.find_spec(name).origin).parent for name in ("sklearn", "scipy", "torch")]
-        files = sorted(file for folder in folders for file in folder.rglob("*.py"))
-        return list(dict.fromkeys(doc for file in files for doc in docstrings_of(file)))
+        files = []
+        for name in ("sklearn", "scipy", "torch"):
+            files += Path(importlib.util.find_spec(name).origin).parent.rglob("*.py")
+        documents = {}  # a dict keeps each once, in their order
+        for file in sorted(files):
+            documents |= dict.fromkeys(docstrings_of(file))
+        return list(documents)
     if Path(text).is_dir():
         return [file.read_text() for file in sorted(Path(text).iterdir())]
     return [json.loads(line)["text"] for line in Path(text).read_text().splitlines()]
@@ -47,26 +52,45 @@ def documents_of(text: str) -> list[str]:
 
 def docstrings_of(file: Path) -> list[str]:
     """The docstrings in a Python file that have two paragraphs or more."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    with contextlib.suppress(SyntaxError, ValueError):
-        found = (ast.get_docstring(node) for node in ast.walk(ast.parse(file.read_bytes())) if isinstance(node, kinds))
-        return [doc for doc in found if doc and "\n\n" in doc]
-    return []
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return []
+    nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
+    found = [ast.get_docstring(node) for node in nodes]
+    return [docstring for docstring in found if docstring and "\n\n" in docstring]
 
 
 def write_halves(documents: list[str], folder: Path) -> list[Path]:
     """Two JSONL files with the documents of each half."""
     halves = [folder / "0.jsonl", folder / "1.jsonl"]
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(half.open("w")) for half in halves]
+    with halves[0].open("w") as first, halves[1].open("w") as second:
         for document in documents:
-            files[hashlib.sha256(document.encode()).digest()[0] % 2].write(json.dumps({"text": document}) + "\n")
+            is_second = hashlib.sha256(document.encode()).digest()[0] % 2
+            file = second if is_second else first
+            file.write(json.dumps({"text": document}) + "\n")
     return halves
 
 
-def rows_of(half: Path, other: Path, tokenizer: Path | None, args, pairing: str) -> tuple[list, np.ndarray]:
-    """The segments (A, B) of the rows that a run on `half` trains on, as lists of ids, and the labels (rows,)."""
-    segments, labels, forward, batch_size = [], [], D2lBertForPreTraining.forward, 256
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a run: the segments (A, B) as lists of ids, and the labels (rows,)."""
+
+    segments: list[tuple[list[int], list[int]]]
+    labels: np.ndarray
+
+    def labelled(self) -> "Rows":
+        """The rows with a label."""
+        segments = [each for each, label in zip(self.segments, self.labels, strict=True) if label != -100]
+        return Rows(segments, self.labels[self.labels != -100])
+
+
+def rows_of(half: Path, other: Path, tokenizer: Path | None, args, pairing: str) -> Rows:
+    """The rows that a run on `half` trains on."""
+    segments = []
+    labels = []
+    forward = D2lBertForPreTraining.forward
+    batch_size = 256
 
     @functools.wraps(forward)
     def watch(self, *arguments, **named):
@@ -75,14 +99,14 @@ def rows_of(half: Path, other: Path, tokenizer: Path | None, args, pairing: str)
             row, slot = (named["labels"] != -100).nonzero(as_tuple=True)
             ids[row, named["masked_positions"][row, slot]] = named["labels"][row, slot]  # as before masking
             real = named.get("attention_mask", torch.ones_like(ids))  # left out where no row is padded
-            lengths, in_b = real.sum(1).tolist(), named["token_type_ids"].sum(1).tolist()
+            lengths = real.sum(1).tolist()
+            in_b = named["token_type_ids"].sum(1).tolist()
             for of_row, length, b in zip(ids.tolist(), lengths, in_b, strict=True):
                 segments.append((of_row[1 : length - b - 1], of_row[length - b : length - 1]))
             labels.extend(named["next_sentence_label"].tolist())
-            # One row is enough: nothing is to be learnt.
-            named = {
-                name: value[:1] if torch.is_tensor(value) and value.dim() else value for name, value in named.items()
-            }
+            for name, value in named.items():
+                if torch.is_tensor(value) and value.dim():
+                    named[name] = value[:1]  # one row is enough: nothing is to be learnt
         return forward(self, *arguments, **named)
 
     run = PretrainConfig(
@@ -106,7 +130,7 @@ def rows_of(half: Path, other: Path, tokenizer: Path | None, args, pairing: str)
             pretrain(D2lBertConfig(**sizes), run)
     finally:
         D2lBertForPreTraining.forward = forward
-    return segments, np.array(labels)
+    return Rows(segments, np.array(labels))
 
 
 def features(segments: list, look: str, entries: int) -> scipy.sparse.csr_matrix:
@@ -116,29 +140,39 @@ def features(segments: list, look: str, entries: int) -> scipy.sparse.csr_matrix
     Of a segment alone its tokens, its first and its last token, and its length; else both segments' first and last
     tokens and lengths.
     """
-    rows, columns = [], []
+    rows = []
+    columns = []
     for number, (a, b) in enumerate(segments):
         if look == "ends, lengths":
-            found = [(a[0], 0), (a[-1], 1), (b[0], 2), (b[-1], 3), (len(a), 4), (len(b), 5), (len(a) + len(b), 6)]
+            found = [a[0], a[-1], b[0], b[-1], len(a), len(b), len(a) + len(b)]
+            of_row = [kind * entries + value for kind, value in enumerate(found)]
         else:
             segment = b if look == "B alone" else a
-            found = [(segment[0], 0), (segment[-1], 1), (len(segment), 2), *((token, 3) for token in set(segment))]
-        rows += [number] * len(found)
-        columns += [kind * entries + value for value, kind in found]
-    return scipy.sparse.csr_matrix(
-        (np.ones(len(rows), dtype=np.float32), (rows, columns)), (len(segments), 7 * entries)
-    )
+            found = [segment[0], segment[-1], len(segment)]
+            of_row = [kind * entries + value for kind, value in enumerate(found)]
+            of_row += [3 * entries + token for token in set(segment)]
+        rows += [number] * len(of_row)
+        columns += of_row
+    ones = np.ones(len(rows), dtype=np.float32)
+    return scipy.sparse.csr_matrix((ones, (rows, columns)), (len(segments), 7 * entries))
 
 
-def accuracy(fit: tuple[list, np.ndarray], test: tuple[list, np.ndarray], look: str, entries: int) -> float:
+def lengths(segments: list) -> np.ndarray:
+    """The lengths of A, of B and of both (rows, 3)."""
+    return np.array([(len(a), len(b), len(a) + len(b)) for a, b in segments])
+
+
+def accuracy(fit: Rows, test: Rows, look: str, entries: int) -> float:
     """The share of the labels of `test` that a classifier tells that was fitted on `fit`."""
     if look == "lengths (trees)":
         model = HistGradientBoostingClassifier(random_state=0)
-        inputs = [np.array([(len(a), len(b), len(a) + len(b)) for a, b in segments]) for segments, _ in (fit, test)]
+        model.fit(lengths(fit.segments), fit.labels)
+        predicted = model.predict(lengths(test.segments))
     else:
         model = LogisticRegression(C=0.1, max_iter=300)
-        inputs = [features(segments, look, entries) for segments, _ in (fit, test)]
-    return float((model.fit(inputs[0], fit[1]).predict(inputs[1]) == test[1]).mean())
+        model.fit(features(fit.segments, look, entries), fit.labels)
+        predicted = model.predict(features(test.segments, look, entries))
+    return float((predicted == test.labels).mean())
 
 
 def main() -> None:
@@ -149,32 +183,30 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=16384)
     args = parser.parse_args()
     print(heading("cpu"), end="\n\n")
-    print("| text | pairing | documents | rows | with a label | " + " | ".join(LOOKS) + " |\n" + "|---" * 9 + "|")
+    print_row(["text", "pairing", "documents", "rows", "with a label", *LOOKS])
+    print("|---" * 9 + "|")
     for text in args.texts:
+        documents = documents_of(text)
         with tempfile.TemporaryDirectory() as folder:
-            documents = documents_of(text)
-            halves, tokenizer = write_halves(documents, Path(folder)), None
+            first, second = write_halves(documents, Path(folder))
+            tokenizer = None  # that of the first run, for all
             for pairing in ("segments", "sentences"):
-                found = []
-                for half, other in (halves, halves[::-1]):
-                    found.append(rows_of(half, other, tokenizer, args, pairing))
-                    tokenizer = tokenizer or half.parent / f"{half.stem}-{pairing}"
-                rows = sum(len(labels) for _, labels in found)
-                labelled = [
-                    (
-                        [of_row for of_row, label in zip(segments, labels, strict=True) if label != -100],
-                        labels[labels != -100],
-                    )
-                    for segments, labels in found
-                ]
-                count = sum(len(labels) for _, labels in labelled)
+                of_first = rows_of(first, second, tokenizer, args, pairing)
+                tokenizer = tokenizer or first.parent / f"{first.stem}-{pairing}"
+                of_second = rows_of(second, first, tokenizer, args, pairing)
+                rows = len(of_first.labels) + len(of_second.labels)
+                halves = [of_first.labelled(), of_second.labelled()]
+                labelled = len(halves[0].labels) + len(halves[1].labels)
                 entries = json.loads((tokenizer / "config.json").read_text())["vocab_size"] + args.max_seq_length
-                cells = [
-                    (accuracy(*labelled, look, entries) + accuracy(*labelled[::-1], look, entries)) / 2
-                    for look in LOOKS
-                ]
-                columns = [Path(text).name, pairing, f"{len(documents):,}", f"{rows:,}", f"{count / rows:.1%}"]
-                print("| " + " | ".join([*columns, *(f"{cell:.1%}" for cell in cells)]) + " |", flush=True)
+                cells = [Path(text).name, pairing, f"{len(documents):,}", f"{rows:,}", f"{labelled / rows:.1%}"]
+                for look in LOOKS:
+                    both_ways = [accuracy(*halves, look, entries), accuracy(*reversed(halves), look, entries)]
+                    cells.append(f"{sum(both_ways) / 2:.1%}")
+                print_row(cells)
+
+
+def print_row(cells: list[str]) -> None:
+    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,11 @@ COUNTS = ("mlm_loss", "mlm_correct", "masked_tokens", "nsp_loss", "nsp_correct",
 
 
 def write_step(micro_batches: list[dict[str, torch.Tensor]], path: Path) -> Path:
-    tensors = enumerate(micro_batches)
-    save_file({f"{number} {name}": tensor for number, batch in tensors for name, tensor in batch.items()}, path)
+    tensors = {}
+    for number, batch in enumerate(micro_batches):
+        for name, tensor in batch.items():
+            tensors[f"{number} {name}"] = tensor
+    save_file(tensors, path)
     return path
 
 
@@ -50,15 +53,21 @@ def read_step(path: str) -> list[dict[str, torch.Tensor]]:
 def whole_step(micro_batches, length: int, pad: int) -> dict[str, torch.Tensor]:
     """All pairs of a step in one batch: each padded to `length`, with the same number of slots, in random order."""
     slots = max(round(0.15 * length), *(batch["labels"].shape[1] for batch in micro_batches))
-    wanted = {"input_ids": (length, pad), "token_type_ids": (length, 0), "attention_mask": (length, 0)}
-    wanted |= {"masked_positions": (slots, 0), "labels": (slots, -100)}
     step = {
-        name: torch.cat([F.pad(b[name], (0, width - b[name].shape[1]), value=value) for b in micro_batches])
-        for name, (width, value) in wanted.items()
+        "input_ids": padded([batch["input_ids"] for batch in micro_batches], length, pad),
+        "token_type_ids": padded([batch["token_type_ids"] for batch in micro_batches], length, 0),
+        "attention_mask": padded([batch["attention_mask"] for batch in micro_batches], length, 0),
+        "masked_positions": padded([batch["masked_positions"] for batch in micro_batches], slots, 0),
+        "labels": padded([batch["labels"] for batch in micro_batches], slots, -100),
     }
     step["next_sentence_label"] = torch.cat([batch["next_sentence_label"] for batch in micro_batches])
     order = torch.randperm(len(step["input_ids"]), generator=torch.Generator().manual_seed(0))
     return {name: tensor[order] for name, tensor in step.items()}
+
+
+def padded(tensors: list[torch.Tensor], width: int, value: int) -> torch.Tensor:
+    """Tensors (B, T) of several T as one (all B, `width`), filled up on the right."""
+    return torch.cat([F.pad(tensor, (0, width - tensor.shape[1]), value=value) for tensor in tensors])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -71,15 +80,17 @@ class Ours:
     def __init__(self, setup):
         from d2l_bert import D2lBertConfig, PretrainConfig
         from d2l_bert.commands import keep_freed_memory
+        from d2l_bert.training.compiling import compiled_blocks
         from d2l_bert.training.data.batches import counts_of
-        from d2l_bert.training.devices import compiled_blocks, make_accelerator, with_defaults
+        from d2l_bert.training.devices import make_accelerator, with_defaults
         from d2l_bert.training.initialize import make_model
-        from d2l_bert.training.optimizer import Learner
+        from d2l_bert.training.learner import Learner
 
         keep_freed_memory()
         self.opened = contextlib.ExitStack()  # never closed: the process computes until it ends
         self.counts_of = counts_of
-        accelerator, architecture = make_accelerator(None), D2lBertConfig(**setup["architecture"])
+        accelerator = make_accelerator(None)
+        architecture = D2lBertConfig(**setup["architecture"])
         run = with_defaults(PretrainConfig(**setup["run"]), architecture, accelerator)
         self.learner = Learner(accelerator, make_model(architecture, run, None, is_resumed=False), run)
         self.model = self.learner.wrapped_model.train()
@@ -91,7 +102,7 @@ class Ours:
         return f"d2l-bert {version('d2l-bert')}, {self.settings}"
 
     def batches(self, micro_batches):
-        return micro_batches, torch.stack([self.counts_of(batch) for batch in micro_batches]).sum(0)
+        return micro_batches, self.counts_of(micro_batches)
 
     def step(self, batches, rate):
         return self.learner.take_step(*batches, rate)[:2]
@@ -115,8 +126,10 @@ class Book:
         from d2l import torch as d2l
 
         numbers = setup["architecture"]
-        self.vocab_size, self.pad = numbers["vocab_size"], numbers["pad_token_id"]
-        self.length, self.device = setup["run"]["max_seq_length"], setup["device"]
+        self.vocab_size = numbers["vocab_size"]
+        self.pad = numbers["pad_token_id"]
+        self.length = setup["run"]["max_seq_length"]
+        self.device = setup["device"]
         self.model = d2l.BERTModel(
             self.vocab_size,
             numbers["hidden_size"],
@@ -130,7 +143,8 @@ class Book:
         # A first call lets its lazy layers learn their sizes.
         self.model(ids, ids, torch.ones(1, device=self.device), ids)
         self.changes = setup.get("book") or {}
-        self.batch_loss, self.loss = d2l._get_batch_loss_bert, torch.nn.CrossEntropyLoss()
+        self.batch_loss = d2l._get_batch_loss_bert
+        self.loss = torch.nn.CrossEntropyLoss()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
 
     def __str__(self):
@@ -142,9 +156,11 @@ class Book:
         lengths = step["attention_mask"].sum(1).float()
         # d2l gives padded slots the label 0, and its mean counts them; the loss ignores slots with the label -100.
         labels = step["labels"].where(known, 0)
-        slots = (step["masked_positions"], known.float(), labels)
-        label = step["next_sentence_label"]  # -100 for a row without a pair
-        return step["input_ids"], step["token_type_ids"], lengths, *slots, torch.where(label < 0, label, 1 - label)
+        pair_label = step["next_sentence_label"]  # -100 for a row without a pair
+        is_next = torch.where(pair_label < 0, pair_label, 1 - pair_label)
+        # In the order of the arguments of d2l's loss.
+        positions = step["masked_positions"]
+        return step["input_ids"], step["token_type_ids"], lengths, positions, known.float(), labels, is_next
 
     def step(self, batch, rate):
         self.optimizer.param_groups[0]["lr"] = rate
@@ -158,9 +174,25 @@ class Book:
         return mlm_loss.item(), nsp_loss.item()  # the book reads each loss as a number
 
     def scores(self, batch):
-        lengths, slots = batch["attention_mask"].sum(1).float(), batch["masked_positions"]
-        _, mlm, nsp = self.model(batch["input_ids"], batch["token_type_ids"], lengths, slots)
+        lengths = batch["attention_mask"].sum(1).float()
+        _, mlm, nsp = self.model(batch["input_ids"], batch["token_type_ids"], lengths, batch["masked_positions"])
         return mlm, nsp.flip(-1)
+
+
+# The entries of our configuration that stock BERT's has, too.
+SHARED = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "hidden_act",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "pad_token_id",
+)
 
 
 class Stock:
@@ -169,13 +201,13 @@ class Stock:
     def __init__(self, setup):
         from transformers import BertConfig, BertForPreTraining
 
-        shared = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-        shared += ("hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob", "max_position_embeddings")
-        shared += ("tie_word_embeddings", "pad_token_id")
-        config = BertConfig(**{name: setup["architecture"][name] for name in shared})
-        self.variant, self.device = setup["variant"], setup["device"]
+        config = BertConfig(**{name: setup["architecture"][name] for name in SHARED})
+        self.variant = setup["variant"]
+        self.device = setup["device"]
         mode, attention, pairs = self.variant.split("/")
-        self.length, self.pairs, self.fixed = setup["run"]["max_seq_length"], int(pairs), mode == "compiled"
+        self.length = setup["run"]["max_seq_length"]
+        self.pairs = int(pairs)
+        self.fixed = mode == "compiled"
         self.model = BertForPreTraining._from_config(config, attn_implementation=attention).to(self.device).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         if self.fixed:
@@ -186,17 +218,19 @@ class Stock:
 
     def batches(self, micro_batches):
         step = whole_step(micro_batches, self.length, self.model.config.pad_token_id)
-        known, slots = step.pop("labels"), step.pop("masked_positions")
-        rows, columns = (known != -100).nonzero(as_tuple=True)
+        labels_of_slots = step.pop("labels")
+        slots = step.pop("masked_positions")
+        rows, columns = (labels_of_slots != -100).nonzero(as_tuple=True)
         step["labels"] = torch.full_like(step["input_ids"], -100)
-        step["labels"][rows, slots[rows, columns]] = known[rows, columns]
-        starts = range(0, len(known), self.pairs)
-        parts = [{name: tensor[start : start + self.pairs] for name, tensor in step.items()} for start in starts]
-        # Not for a compiled model, which would be compiled for every shape.
-        for part in parts if not self.fixed else ():
-            longest = int(part["attention_mask"].sum(1).max())
-            for name in ("input_ids", "token_type_ids", "attention_mask", "labels"):
-                part[name] = part[name][:, :longest].contiguous()
+        step["labels"][rows, slots[rows, columns]] = labels_of_slots[rows, columns]
+        parts = []
+        for start in range(0, len(slots), self.pairs):
+            part = {name: tensor[start : start + self.pairs] for name, tensor in step.items()}
+            if not self.fixed:  # a compiled model would be compiled for every shape
+                longest = int(part["attention_mask"].sum(1).max())
+                for name in ("input_ids", "token_type_ids", "attention_mask", "labels"):
+                    part[name] = part[name][:, :longest].contiguous()
+            parts.append(part)
         return parts
 
     def step(self, parts, rate):
@@ -262,16 +296,19 @@ class ContestantProcess:
             The milliseconds in all operations (on a GPU: kernels); and of those that take most their name, their share
             of that time, and how often they run.
         """
-        batches, device = self.contestant.batches(read_step(file)), torch.autograd.DeviceType
+        batches = self.contestant.batches(read_step(file))
         with torch.profiler.profile() as recorded:
             self.contestant.step(batches, 1e-4)
             self.synchronize()
-        on_gpu = self.device == "cuda"
-        kind, key = (device.CUDA, "self_device_time_total") if on_gpu else (device.CPU, "self_cpu_time_total")
-        events = [(getattr(each, key) / 1e3, each) for each in recorded.key_averages() if each.device_type == kind]
-        total = sum(ms for ms, _ in events)
-        events.sort(key=lambda event: -event[0])
-        return total, [(each.key[:80], ms / total, each.count) for ms, each in events[:most]]
+
+        def milliseconds(event):
+            return (event.self_device_time_total if self.device == "cuda" else event.self_cpu_time_total) / 1e3
+
+        kind = torch.autograd.DeviceType.CUDA if self.device == "cuda" else torch.autograd.DeviceType.CPU
+        events = [event for event in recorded.key_averages() if event.device_type == kind]
+        events.sort(key=milliseconds, reverse=True)
+        total = sum(map(milliseconds, events))
+        return total, [(event.key[:80], milliseconds(event) / total, event.count) for event in events[:most]]
 
     @torch.no_grad()
     def evaluate(self, file):
@@ -291,10 +328,13 @@ class ContestantProcess:
 
 
 def sums_of(logits, labels):
+    """The summed loss, the number of right predictions, and that of labels."""
     known = labels != -100
-    logits, labels = logits[known].float(), labels[known]
-    found = F.cross_entropy(logits, labels, reduction="sum"), (logits.argmax(-1) == labels).sum(), known.sum()
-    return [number.double().cpu() for number in found]
+    logits = logits[known].float()
+    labels = labels[known]
+    loss = F.cross_entropy(logits, labels, reduction="sum")
+    correct = (logits.argmax(-1) == labels).sum()
+    return [number.double().cpu() for number in (loss, correct, known.sum())]
 
 
 def process_memory(field):

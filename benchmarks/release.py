@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -39,13 +40,13 @@ scratch, for one task of the recipe. A model that is made already is not trained
 interrupted goes on. The exit code is 0 if the bytes are the same or all figures lie within the deviations that the
 record states, and 1 if a figure does not."""
 
-RELEASES = (
-    Path(__file__).parent.parent / "model_cards"
-)  # a folder for each release, with its recipe `release.toml`; and `texts.toml`
+# A folder for each release, with its recipe `release.toml`; and `texts.toml`.
+RELEASES = Path(__file__).parent.parent / "model_cards"
 
 CPUINFO = Path("/proc/cpuinfo")
 
-# What a release with `ships_weights` has in the repository beside its record.
+# The record of a release in the repository; and what a release with `ships_weights` has there beside it.
+RECORDED = ("config.json", RUN_FILE, METRICS_FILE, CURVES_FILE, CARD_FILE, RELEASE_FILE)
 SHIPPED = (WEIGHTS_FILE, "tokenizer.json", "tokenizer_config.json")
 
 # Two models' figures agree if they differ by at most this many standard deviations of one model. The difference of two
@@ -68,7 +69,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--task", metavar="TASK", help="a task of the recipe to fine-tune the finished model for")
     parser.add_argument("--record", action="store_true", help="write the record into model_cards/NAME")
     arguments = parser.parse_args(argv)
-    given = {name: Path(folder).absolute() for name, _, folder in (text.partition("=") for text in arguments.texts)}
+    given = {}
+    for text in arguments.texts:
+        name, _, place = text.partition("=")
+        given[name] = Path(place).absolute()
     folder = arguments.output_dir or Path("build", arguments.name)
     try:
         return release(arguments.name, given, folder, arguments.overwrite_output_dir, arguments.record, arguments.task)
@@ -104,20 +108,19 @@ def release(
         UserError: a text is missing or is not that of the release, or the folder holds another model.
         SystemExit: a command failed, or was interrupted; it has said why.
     """
-    recipe, texts = read_recipe(name, root), tomllib.loads((root / "texts.toml").read_text())
+    recipe = read_recipe(name, root)
+    model = Model(recipe, Texts(tomllib.loads((root / "texts.toml").read_text()), given), folder)
     if task:
-        finetune(recipe, task, texts, given, folder)
+        finetune(model, task)
     else:
-        make(recipe, texts, given, folder, overwrite)
+        make(model, overwrite)
     (folder / CARD_FILE).write_text(render_card(folder, name), encoding="utf-8")
     place = root / name
     if record:
-        shipped = SHIPPED if recipe["ships_weights"] else ()
-        for file in ("config.json", RUN_FILE, METRICS_FILE, CURVES_FILE, CARD_FILE, RELEASE_FILE, *shipped):
+        for file in RECORDED:
             shutil.copyfile(folder / file, place / file)
-        if shipped:  # no code stands beside these weights
-            config = read_record(place / "config.json")
-            write_json(place / "config.json", {name: value for name, value in config.items() if name != "auto_map"})
+        if recipe["ships_weights"]:
+            ship(folder, place)
     if not (place / RELEASE_FILE).exists():
         print(f"{name}: made in {folder}; there is no record to compare with")
         return 0
@@ -148,8 +151,40 @@ def read_recipe(name: str, root: Path = RELEASES) -> dict:
     return {**defaults, **tomllib.loads((root / name / "release.toml").read_text())}
 
 
+def ship(folder: Path, place: Path) -> None:
+    """Copy the weights and the tokenizer beside the record in `place`, where no code stands beside them."""
+    for file in SHIPPED:
+        shutil.copyfile(folder / file, place / file)
+    config = read_record(place / "config.json")
+    config.pop("auto_map", None)
+    write_json(place / "config.json", config)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Options with texts: `$BOOKS/train` stands for the folder `train` of the text BOOKS
+
+
+@dataclass(frozen=True)
+class Texts:
+    """
+    The texts of a release.
+
+    Args:
+        entries: those of `texts.toml`, by the name of a text.
+        given: the folders of those that are here, by the name.
+    """
+
+    entries: dict[str, dict]
+    given: dict[str, Path]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to make: its recipe, the texts, and the folder in which it is made."""
+
+    recipe: dict
+    texts: Texts
+    folder: Path
 
 
 def texts_of(options: dict) -> list[tuple[str, str]]:
@@ -164,25 +199,26 @@ def flags(options: dict, given: dict[str, Path] | None = None) -> list[str]:
     Args:
         given: the folder of each text; without it, `$BOOKS/train` becomes `BOOKS/train`, as the card shows it.
     """
+    folders = given or {}
     words = []
     for name, value in options.items():
-        values = [str(entry) for entry in (value if isinstance(value, list) else [value])]
-        words += [
-            f"--{name}",
-            *(re.sub(r"^\$([A-Z]+)", lambda text: str((given or {}).get(text[1], text[1])), each) for each in values),
-        ]
+        words.append(f"--{name}")
+        for entry in value if isinstance(value, list) else [value]:
+            words.append(re.sub(r"^\$([A-Z]+)", lambda text: str(folders.get(text[1], text[1])), str(entry)))
     return words
 
 
-def check_texts(options: dict, texts: dict[str, dict], given: dict[str, Path]) -> None:
+def check_texts(options: dict, texts: Texts) -> None:
     """Raise `UserError` if a text that the options name is not given, or has other files than that of the release."""
     for name, below in texts_of(options):
-        text = texts[name]
+        text = texts.entries[name]
         way_out = f"give {name}=DIR with {text['what']} (from {text['source']})"
-        if name not in given:
+        if name not in texts.given:
             raise UserError(f"{name} is missing: {way_out}")
-        below = below if below in text["fingerprints"] else "."
-        folder, expected = given[name] / below, text["fingerprints"][below]
+        if below not in text["fingerprints"]:
+            below = "."
+        folder = texts.given[name] / below
+        expected = text["fingerprints"][below]
         found = short_hash(file_source(folder).identity[0]) if folder.is_dir() else "none"
         if found != expected:
             raise UserError(f"{folder}: its files have the fingerprint {found}, not {expected}; {way_out}")
@@ -192,88 +228,125 @@ def check_texts(options: dict, texts: dict[str, dict], given: dict[str, Path]) -
 # Making a model
 
 
-def make(recipe: dict, texts: dict[str, dict], given: dict[str, Path], folder: Path, overwrite: bool) -> None:
+def make(model: Model, overwrite: bool) -> None:
     """
     Train a model and evaluate it. What an earlier call has done with the same options is not done again.
 
     An evaluation whose texts are not given is left out, which is said.
     """
-    check_texts(recipe["pretrain"], texts, given)
+    recipe = model.recipe
+    folder = model.folder
+    check_texts(recipe["pretrain"], model.texts)
     before = {} if overwrite else read_record(folder / RELEASE_FILE)
     if not before:
-        (folder / RELEASE_FILE).unlink(missing_ok=True)
-        how = ["--overwrite_output_dir"] if overwrite else ["--resume_from_checkpoint", "latest"]
-        words = [*flags(recipe["pretrain"], given), "--seed", recipe["seed"], "--output_dir", folder, *how]
-        run(recipe, "pretrain", *words)
+        pretrain(model, overwrite)
     of_float32 = before.get("float32_sha256") or content_hash(folder / WEIGHTS_FILE)
     if recipe["ships_weights"] and not before:
-        round_weights(recipe, given, folder)
-    made = {**record_of(recipe, texts, folder), "float32_sha256": of_float32, "measured": before.get("measured", {})}
+        round_weights(model)
+    made = record_of(model)
+    made["float32_sha256"] = of_float32
+    made["measured"] = before.get("measured", {})
     check_made(before, made, folder)
     write_json(folder / RELEASE_FILE, made)
     for name, options in recipe["evaluate"].items():
         if made["measured"].get(f"evaluate {name}") == options:
             continue
-        if missing := [text for text, _ in texts_of(options) if text not in given]:
+        missing = [text for text, _ in texts_of(options) if text not in model.texts.given]
+        if missing:
             print(f"evaluate {name}: not measured; give {missing[0]}=DIR to measure it", file=sys.stderr)
             continue
-        check_texts(options, texts, given)
-        run(recipe, "evaluate", folder, *flags(options, given), "--update_card", "true")
+        check_texts(options, model.texts)
+        run(recipe, "evaluate", folder, *flags(options, model.texts.given), "--update_card", "true")
         made["measured"][f"evaluate {name}"] = options
         write_json(folder / RELEASE_FILE, made)
 
 
-def round_weights(recipe: dict, given: dict[str, Path], folder: Path) -> None:
+def pretrain(model: Model, overwrite: bool) -> None:
+    """Train the model; training that was interrupted goes on."""
+    recipe = model.recipe
+    (model.folder / RELEASE_FILE).unlink(missing_ok=True)
+    how = ["--overwrite_output_dir"] if overwrite else ["--resume_from_checkpoint", "latest"]
+    options = flags(recipe["pretrain"], model.texts.given)
+    run(recipe, "pretrain", *options, "--seed", recipe["seed"], "--output_dir", model.folder, *how)
+
+
+def round_weights(model: Model) -> None:
     """
     Round a model's weights to bf16, and measure its held-out figures and its answers to masks again.
 
     Its config.json says float32: so Transformers loads the weights as float32, and trains them as float32.
     """
-    path, figures = folder / WEIGHTS_FILE, folder / "figures.json"
+    path = model.folder / WEIGHTS_FILE
     rounded = {name: tensor.bfloat16() for name, tensor in load_file(path).items()}
     save_file(rounded, path, {"format": "pt"})
-    options = recipe["pretrain"]
-    text = {"corpus": options.get("validation_corpus") or options.get("corpus", ["python-docs"])}
-    text["held_out"] = "false" if "validation_corpus" in options else "true"
-    run(recipe, "evaluate", folder, *flags(text, given), "--pppl_sentences", 0, "--output", figures)
-    metrics, found = read_record(folder / METRICS_FILE), read_record(figures)["models"][0]["text"]
-    figures.unlink()
-    metrics |= {f"eval_{name}": value for name, value in found.items() if f"eval_{name}" in metrics}
-    fill = pipeline("fill-mask", model=str(folder))
+    metrics = read_record(model.folder / METRICS_FILE)
+    for name, value in held_out_figures(model).items():
+        if f"eval_{name}" in metrics:
+            metrics[f"eval_{name}"] = value
+    fill = pipeline("fill-mask", model=str(model.folder))
     for prediction in metrics["predictions"]:
         answers = fill(prediction["text"], top_k=len(prediction["output"]))
         prediction["output"] = [{"label": each["token_str"], "score": round(each["score"], 4)} for each in answers]
-    write_json(folder / METRICS_FILE, metrics)
+    write_json(model.folder / METRICS_FILE, metrics)
 
 
-def finetune(recipe: dict, task: str, texts: dict[str, dict], given: dict[str, Path], folder: Path) -> None:
+def held_out_figures(model: Model) -> dict:
+    """What `d2l-bert evaluate` measures on the text that the run has held out."""
+    options = model.recipe["pretrain"]
+    text = {"corpus": options.get("validation_corpus") or options.get("corpus", ["python-docs"])}
+    text["held_out"] = "false" if "validation_corpus" in options else "true"
+    words = flags(text, model.texts.given)
+    figures = model.folder / "figures.json"
+    run(model.recipe, "evaluate", model.folder, *words, "--pppl_sentences", 0, "--output", figures)
+    (measured,) = read_record(figures)["models"]
+    figures.unlink()
+    return measured["text"]
+
+
+def finetune(model: Model, task: str) -> None:
     """
     Fine-tune a model for a task, and the same architecture from scratch, in folders beside it; add the figures of both
-    to the model's metrics.json. Training that was interrupted goes on; what is finished is not done again. Other
-    weights, options or rows have folders of other names.
+    to the model's metrics.json. Training that was interrupted goes on; what is finished is not done again.
 
     Raises:
         UserError: the recipe has no such task, or the folder holds no model of this release.
     """
+    recipe = model.recipe
+    folder = model.folder
     if task not in recipe["finetune"]:
         raise UserError(f"{task}: no task of {recipe['name']}; give one of {', '.join(recipe['finetune']) or 'none'}")
-    options, before = recipe["finetune"][task], read_record(folder / RELEASE_FILE)
-    check_texts(options, texts, given)
+    options = recipe["finetune"][task]
+    before = read_record(folder / RELEASE_FILE)
+    check_texts(options, model.texts)
     if not before:
         raise UserError(f"output_dir {folder}: there is no model of {recipe['name']}; make it first, without TASK")
-    made = {**record_of(recipe, texts, folder), "float32_sha256": before["float32_sha256"]}
+    made = record_of(model)
+    made["float32_sha256"] = before["float32_sha256"]
     check_made(before, made, folder)
-    rows = [texts[name]["fingerprints"] for name, _ in texts_of(options)]
-    found = []
-    for from_scratch in ("false", "true"):
-        inputs = short_hash([made["weights_sha256"], options, rows, from_scratch])
-        tuned = folder.with_name(f"{folder.name}-{task}-{inputs[:8]}")
-        if not (tuned / METRICS_FILE).exists():
-            words = [*flags(options, given), "--from_scratch", from_scratch, "--output_dir", tuned]
-            run(recipe, "finetune", folder, *words, "--resume_from_checkpoint", "latest")
-        found.append(read_record(tuned / METRICS_FILE))
-    write_json(folder / METRICS_FILE, {**read_record(folder / METRICS_FILE), **finetuned_entries(task, *found)})
-    write_json(folder / RELEASE_FILE, {**made, "measured": {**before["measured"], f"finetune {task}": options}})
+    tuned = finetuned(model, task, made["weights_sha256"], "false")
+    from_scratch = finetuned(model, task, made["weights_sha256"], "true")
+    metrics = read_record(folder / METRICS_FILE)
+    write_json(folder / METRICS_FILE, {**metrics, **finetuned_entries(task, tuned, from_scratch)})
+    made["measured"] = {**before["measured"], f"finetune {task}": options}
+    write_json(folder / RELEASE_FILE, made)
+
+
+def finetuned(model: Model, task: str, weights: str, from_scratch: str) -> dict:
+    """
+    The content of metrics.json of a fine-tuning. Other weights, options or rows have a folder of another name.
+
+    Args:
+        weights: the hash of the model's weights.
+        from_scratch: "true" for fresh weights, or "false".
+    """
+    options = model.recipe["finetune"][task]
+    rows = [model.texts.entries[name]["fingerprints"] for name, _ in texts_of(options)]
+    inputs = short_hash([weights, options, rows, from_scratch])
+    folder = model.folder.with_name(f"{model.folder.name}-{task}-{inputs[:8]}")
+    if not (folder / METRICS_FILE).exists():
+        words = [*flags(options, model.texts.given), "--from_scratch", from_scratch, "--output_dir", folder]
+        run(model.recipe, "finetune", model.folder, *words, "--resume_from_checkpoint", "latest")
+    return read_record(folder / METRICS_FILE)
 
 
 def run(recipe: dict, *words: str | int | Path) -> None:
@@ -300,28 +373,44 @@ def run(recipe: dict, *words: str | int | Path) -> None:
 # The record
 
 
-def record_of(recipe: dict, texts: dict[str, dict], folder: Path) -> dict:
-    """The content of `release.json` for the model in a folder, without `float32_sha256` and `measured`."""
+def record_of(model: Model) -> dict:
+    """The content of `release.json` for a model, without `float32_sha256` and `measured`."""
+    recipe = model.recipe
+    command = ["make", "release", f"MODEL={recipe['name']}"]
+    for name in dict.fromkeys(name for name, _ in texts_of(recipe["pretrain"])):
+        command.append(f"{name}=DIR")
     options = [recipe["pretrain"], *recipe["evaluate"].values(), *recipe["finetune"].values()]
-    needed = dict.fromkeys(name for name, _ in texts_of(recipe["pretrain"]))
-    cpuinfo = CPUINFO.read_text() if CPUINFO.exists() else ""  # a CPU's name may be that of many models
-    processor = re.findall(r"^(cpu family|model|stepping)\s*: (\d+)$", cpuinfo, re.MULTILINE)[:3]
-    git = ["git", "-C", str(Path(find_spec("d2l_bert.training").origin).parent), "rev-parse", "HEAD"]
     return {
         "release": recipe["name"],
-        "command": " ".join(["make", "release", f"MODEL={recipe['name']}", *(f"{name}=DIR" for name in needed)]),
+        "command": " ".join(command),
         "recipe": recipe,
-        "weights_sha256": content_hash(folder / WEIGHTS_FILE),
-        "processor_details": ", ".join(f"{name.removeprefix('cpu ')} {number}" for name, number in processor) or None,
+        "weights_sha256": content_hash(model.folder / WEIGHTS_FILE),
+        "processor_details": processor_details(),
         "versions": {each.metadata["Name"]: each.version for each in required_distributions("d2l-bert")},
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() or None,
-        "texts": {name: texts[name] for name, _ in texts_of(options)},
+        "commit": commit_here(),
+        "texts": {name: model.texts.entries[name] for name, _ in texts_of(options)},
     }
+
+
+def processor_details() -> str | None:
+    """The family, model and stepping of the CPU, whose name may be that of many models; None if Linux does not say."""
+    cpuinfo = CPUINFO.read_text() if CPUINFO.exists() else ""
+    found = re.findall(r"^(cpu family|model|stepping)\s*: (\d+)$", cpuinfo, re.MULTILINE)[:3]  # of the first core
+    return ", ".join(f"{name.removeprefix('cpu ')} {number}" for name, number in found) or None
+
+
+def commit_here() -> str | None:
+    """The commit of the checkout that the package is from; None outside of one."""
+    package = Path(find_spec("d2l_bert.training").origin).parent
+    git = subprocess.run(["git", "-C", str(package), "rev-parse", "HEAD"], capture_output=True, text=True)
+    return git.stdout.strip() or None
 
 
 def check_made(before: dict, now: dict, folder: Path) -> None:
     """Raise `UserError` if the model in a folder was made by another recipe or of other texts than it would be now."""
-    if before and (_inputs(before), before["weights_sha256"]) != (_inputs(now), now["weights_sha256"]):
+    if not before:
+        return
+    if before["weights_sha256"] != now["weights_sha256"] or _inputs(before) != _inputs(now):
         raise UserError(
             f"output_dir {folder}: holds a model that was made in another way, or changed since; make it anew with "
             f"--overwrite_output_dir, or name another folder"
@@ -332,7 +421,7 @@ def _inputs(release):
     """What a release's model is made from."""
     recipe = release["recipe"]
     texts = [release["texts"][name]["fingerprints"] for name, _ in texts_of(recipe["pretrain"])]
-    return [*(recipe[name] for name in ("pretrain", "device", "threads", "seed")), texts]
+    return [recipe["pretrain"], recipe["device"], recipe["threads"], recipe["seed"], texts]
 
 
 def finetuned_entries(task: str, tuned: dict, from_scratch: dict) -> dict:
@@ -363,30 +452,37 @@ def deviations(release: dict, metrics: dict) -> dict[str, float]:
         release: the content of release.json; its recipe has them for what was pretrained.
         metrics: the content of metrics.json; it has them for what was fine-tuned, over the seeds of the fine-tuning.
     """
-    known = {metric.key: metrics.get(f"{metric.key}{FINETUNED_SD}") for metric in reported_metrics(metrics)}
-    known = {key: release["recipe"]["deviations"].get(key, sd) for key, sd in known.items()}
-    return {key: sd for key, sd in known.items() if sd is not None}
+    found = {}
+    for metric in reported_metrics(metrics):
+        over_seeds = metrics.get(f"{metric.key}{FINETUNED_SD}")
+        deviation = release["recipe"]["deviations"].get(metric.key, over_seeds)
+        if deviation is not None:
+            found[metric.key] = deviation
+    return found
 
 
 def compare(folder: Path, place: Path) -> int:
     """Print how the model in a folder compares with its record in `place`; returns the exit code."""
-    (recorded, made), (figures, ours) = (
-        [read_record(where / file) for where in (place, folder)] for file in (RELEASE_FILE, METRICS_FILE)
-    )
-    are_same = recorded["weights_sha256"] == made["weights_sha256"]
+    recorded = read_record(place / RELEASE_FILE)
+    recorded_metrics = read_record(place / METRICS_FILE)
+    metrics = read_record(folder / METRICS_FILE)
+    are_same = recorded["weights_sha256"] == read_record(folder / RELEASE_FILE)["weights_sha256"]
     found = "the same bytes as recorded" if are_same else "other bytes than recorded (another CPU, or other versions)"
     print(f"{place.name}: {found}")
-    known, are_close = deviations(recorded, figures), True
-    for metric in reported_metrics(figures):
-        if metric.key in ours:
-            values = [formatted(each[metric.key], metric.unit) for each in (figures, ours)]
-            line = f"  {metric.name}: recorded {values[0]}, here {values[1]}"
-            if metric.key in known:
-                most = DEVIATIONS * known[metric.key]
-                is_within = abs(ours[metric.key] - figures[metric.key]) <= most
-                are_close &= is_within
-                line += f", {'within' if is_within else 'NOT WITHIN'} {formatted(most, metric.unit)}"
-            print(line)
+    deviation_of = deviations(recorded, recorded_metrics)
+    are_close = True
+    for metric in reported_metrics(recorded_metrics):
+        if metric.key not in metrics:
+            continue
+        expected = recorded_metrics[metric.key]
+        here = metrics[metric.key]
+        line = f"  {metric.name}: recorded {formatted(expected, metric.unit)}, here {formatted(here, metric.unit)}"
+        if metric.key in deviation_of:
+            most = DEVIATIONS * deviation_of[metric.key]
+            is_within = abs(here - expected) <= most
+            are_close = are_close and is_within
+            line += f", {'within' if is_within else 'NOT WITHIN'} {formatted(most, metric.unit)}"
+        print(line)
     return 0 if are_same or are_close else 1
 
 

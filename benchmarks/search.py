@@ -25,26 +25,39 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
 
 # Of the text that all models are measured on.
 MOST = ["--max_eval_pairs", "4000"]
 
-# Of each run: the column of the table, the scale and the number of digits.
-FIGURES = {
-    "mlm": ("MLM loss", 1, 3),
-    "accuracy": ("accuracy", 100, 1),
-    "nsp": ("NSP accuracy", 100, 1),
-    "pppl": ("word pseudo-perplexity", 1, 0),
-    "blimp": ("BLiMP", 100, 1),
+
+class Column(NamedTuple):
+    """A column of the table: its title, the factor to its unit, and the number of digits behind the point."""
+
+    title: str
+    factor: int
+    digits: int
+
+
+# By the names of figures in the rows.
+COLUMNS = {
+    "mlm": Column("MLM loss", 1, 3),
+    "accuracy": Column("accuracy", 100, 1),
+    "nsp": Column("NSP accuracy", 100, 1),
+    "pppl": Column("word pseudo-perplexity", 1, 0),
+    "blimp": Column("BLiMP", 100, 1),
 }
 
 
 def read_list(path: Path) -> dict[str, list[str]]:
     """The options of each run by its name."""
-    lines = [line.strip() for line in path.read_text().splitlines()]
-    named = [line.partition(":") for line in lines if line and not line.startswith("#")]
-    return {name.strip(): shlex.split(options) for name, _, options in named}
+    options_of = {}
+    for line in path.read_text().splitlines():
+        name, _, options = line.strip().partition(":")
+        if name and not name.startswith("#"):
+            options_of[name.strip()] = shlex.split(options)
+    return options_of
 
 
 def sentences_of(text: Path) -> list[str]:
@@ -52,36 +65,40 @@ def sentences_of(text: Path) -> list[str]:
     return ["--corpus", str(text), "--pairing", "sentences", "--objective", "none", *MOST]
 
 
-def run(name, options, seed, given) -> dict:
+def run(name, options, seed, arguments) -> dict:
     """Train and measure one model; the content of its row."""
-    folder = given.work_dir / f"{name}-{seed}"
-    has_length = not {"--max_steps", "--max_minutes"}.isdisjoint(options)
-    length = [] if has_length else ["--max_minutes", str(given.minutes)]
+    folder = arguments.work_dir / f"{name}-{seed}"
+    has_length = "--max_steps" in options or "--max_minutes" in options
+    length = [] if has_length else ["--max_minutes", str(arguments.minutes)]
     words = ["pretrain", *options, *length, "--seed", str(seed), "--torch_compile", "true"]
     paths = ["--output_dir", str(folder), "--overwrite_output_dir"]
     if "--corpus" in options:
-        text = ["--corpus", options[options.index("--corpus") + 1], "--held_out", "true", *MOST]
+        measured_on = ["--corpus", options[options.index("--corpus") + 1], "--held_out", "true", *MOST]
     else:
-        paths += ["--corpus", str(given.books / "train"), "--validation_corpus", str(given.books / "valid")]
-        text = sentences_of(given.books / "valid")
-    measured = folder / "evaluated.json"
-    environment = {**os.environ, "OMP_NUM_THREADS": str(given.threads)}
-    with (given.work_dir / f"{name}-{seed}.log").open("w") as log:
-        for arguments in (
-            [*words, *paths],
-            ["evaluate", str(folder), *text, "--blimp", str(given.blimp), "--output", str(measured)],
-        ):
-            measured.unlink(missing_ok=True)
-            command = [sys.executable, "-m", "d2l_bert", *arguments]
-            subprocess.run(command, check=True, stdout=log, stderr=log, env=environment)
+        valid = arguments.books / "valid"
+        paths += ["--corpus", str(arguments.books / "train"), "--validation_corpus", str(valid)]
+        measured_on = sentences_of(valid)
+    output = folder / "evaluated.json"
+    pairs = ["--blimp", str(arguments.blimp)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
+    with (arguments.work_dir / f"{name}-{seed}.log").open("w") as log:
+        run_command([*words, *paths], log, environment)
+        output.unlink(missing_ok=True)
+        run_command(["evaluate", str(folder), *measured_on, *pairs, "--output", str(output)], log, environment)
     return {
         "name": name,
         "seed": seed,
         "command": shlex.join(["d2l-bert", *words]),
-        "threads": given.threads,
-        "parallel": given.parallel,
+        "threads": arguments.threads,
+        "parallel": arguments.parallel,
         **figures(folder),
     }
+
+
+def run_command(words: list[str], log, environment: dict[str, str]) -> None:
+    """Run a command of `d2l-bert`, which writes into the file `log`."""
+    command = [sys.executable, "-m", "d2l_bert", *words]
+    subprocess.run(command, check=True, stdout=log, stderr=log, env=environment)
 
 
 def figures(folder: Path) -> dict:
@@ -104,26 +121,41 @@ def figures(folder: Path) -> dict:
 
 def print_table(path: Path) -> None:
     """Means and standard deviations of the rows by name, the best BLiMP first."""
-    rows = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        rows.setdefault(row["name"], []).append(row)
-
-    def mean(of_name, figure):
-        return statistics.fmean(row[figure] for row in of_name)
-
-    heads = ["run", "options", "seeds", *(label for label, _, _ in FIGURES.values()), "tokens", "minutes"]
-    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
-    for name in sorted(rows, key=lambda name: -mean(rows[name], "blimp")):
-        cells = []
-        for figure, (_, scale, digits) in FIGURES.items():
-            values = [scale * row[figure] for row in rows[name] if row.get(figure) is not None]
-            shown = f"{statistics.fmean(values):.{digits}f}" if values else ""
-            cells.append(f"{shown} ({statistics.stdev(values):.{digits}f})" if len(values) > 1 else shown)
-        cells += [f"{mean(rows[name], 'tokens') / 1e6:.1f}M", f"{mean(rows[name], 'seconds') / 60:.1f}"]
-        words = shlex.split(rows[name][0]["command"])[2:]
+    runs_of: dict[str, list[dict]] = {}
+    for row in read_rows(path):
+        runs_of.setdefault(row["name"], []).append(row)
+    titles = [column.title for column in COLUMNS.values()]
+    print_row(["run", "options", "seeds", *titles, "tokens", "minutes"])
+    print(f"|{'---|' * (5 + len(titles))}")
+    for name in sorted(runs_of, key=lambda name: -mean(runs_of[name], "blimp")):
+        runs = runs_of[name]
+        words = shlex.split(runs[0]["command"])[2:]
         options = shlex.join(words[: words.index("--seed")])
-        print(f"| {name} | `{options}` | {len(rows[name])} | {' | '.join(cells)} |")
+        cells = [mean_and_deviation(runs, figure, column) for figure, column in COLUMNS.items()]
+        tokens = f"{mean(runs, 'tokens') / 1e6:.1f}M"
+        minutes = f"{mean(runs, 'seconds') / 60:.1f}"
+        print_row([name, f"`{options}`", str(len(runs)), *cells, tokens, minutes])
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def print_row(cells: list[str]) -> None:
+    print(f"| {' | '.join(cells)} |")
+
+
+def mean(runs: list[dict], figure: str) -> float:
+    return statistics.fmean(run[figure] for run in runs)
+
+
+def mean_and_deviation(runs: list[dict], figure: str, column: Column) -> str:
+    """The cell of a figure: the mean, with the standard deviation of several runs; "" without the figure."""
+    values = [column.factor * run[figure] for run in runs if run.get(figure) is not None]
+    if not values:
+        return ""
+    shown = f"{statistics.fmean(values):.{column.digits}f}"
+    return shown if len(values) == 1 else f"{shown} ({statistics.stdev(values):.{column.digits}f})"
 
 
 def main():
@@ -138,31 +170,41 @@ def main():
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--parallel", type=int, default=2)
-    given = parser.parse_args()
-    if given.table:
-        print_table(given.table)
-        return
-    given.work_dir.mkdir(parents=True, exist_ok=True)
-    given.results.touch()
-    done = {(row["name"], row["seed"]) for row in map(json.loads, given.results.read_text().splitlines())}
-    wanted = [(name, seed) for seed in given.seeds for name in read_list(given.runs)]
+    arguments = parser.parse_args()
+    if arguments.table:
+        print_table(arguments.table)
+    else:
+        search(arguments)
+
+
+def search(arguments) -> None:
+    """Train and measure all models of a list that have no row yet, the first seed of all first."""
+    arguments.work_dir.mkdir(parents=True, exist_ok=True)
+    arguments.results.touch()
+    done = {(row["name"], row["seed"]) for row in read_rows(arguments.results)}
     lock = threading.Lock()
 
-    def run_and_write(key):
-        options = read_list(given.runs).get(key[0])
+    def run_and_write(name, seed):
+        options = read_list(arguments.runs).get(name)  # read again: a line that was deleted meanwhile is not run
         if options is None:
             return
         try:
-            row = run(key[0], options, key[1], given)
+            row = run(name, options, seed, arguments)
         except (subprocess.CalledProcessError, KeyError) as error:
-            print(f"{key[0]}, seed {key[1]}: failed ({error}); see its log in {given.work_dir}", flush=True)
+            print(f"{name}, seed {seed}: failed ({error}); see its log in {arguments.work_dir}", flush=True)
             return
-        with lock, given.results.open("a") as results:
+        with lock, arguments.results.open("a") as results:
             results.write(json.dumps(row) + "\n")
-        print(f"{key[0]}, seed {key[1]}: MLM {row['mlm']:.3f}, BLiMP {100 * row['blimp']:.1f}", flush=True)
+        print(f"{name}, seed {seed}: MLM {row['mlm']:.3f}, BLiMP {100 * row['blimp']:.1f}", flush=True)
 
-    with concurrent.futures.ThreadPoolExecutor(given.parallel) as pool:
-        list(pool.map(run_and_write, [key for key in wanted if key not in done]))
+    with concurrent.futures.ThreadPoolExecutor(arguments.parallel) as pool:
+        started = []
+        for seed in arguments.seeds:
+            for name in read_list(arguments.runs):
+                if (name, seed) not in done:
+                    started.append(pool.submit(run_and_write, name, seed))
+        for future in started:
+            future.result()  # raises what the run has raised
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ Prints in percent, for vectors as they are and evened out as by `embed --nearest
 
 import argparse
 import csv
+import itertools
 import random
 import re
 import tempfile
@@ -48,9 +49,14 @@ def following(folder: Path) -> list[tuple[str, str]]:
     pairs = []
     for file in sorted(folder.iterdir()):
         sentences = [" ".join(part.split()) for part in re.split(r"(?<=[.!?])\s+", file.read_text())]
-        pairs += zip(sentences, sentences[1:], strict=False)
-    pairs = [pair for pair in pairs if all(6 < len(sentence.split()) < 40 for sentence in pair)]
+        for first, second in itertools.pairwise(sentences):
+            if has_usual_length(first) and has_usual_length(second):
+                pairs.append((first, second))
     return random.Random(0).sample(pairs, 6400)
+
+
+def has_usual_length(sentence: str) -> bool:
+    return 6 < len(sentence.split()) < 40
 
 
 def trained(model: str, rows: dict[str, list], loss: type, rate: float) -> SentenceTransformer:
@@ -85,8 +91,10 @@ def figures_of(given: argparse.Namespace) -> Callable[[Callable], dict[str, floa
     copies, originals = copies_of(sentences, changed)
     first = [originals.index(number) for number in range(QUERIES)]
     some = random.Random(0).sample(range(len(sentences)), 500)
-    questions, more = table(given.trec / "test.csv"), table(given.trec / "train.csv")
-    texts, labels = (questions[name] + more[name][:2500] for name in ("text", "label"))
+    questions = table(given.trec / "test.csv")
+    more = table(given.trec / "train.csv")
+    texts = questions["text"] + more["text"][:2500]
+    labels = questions["label"] + more["label"][:2500]
     pairs = table(given.mrpc / "test.csv")
 
     def measured(vectors_of: Callable) -> dict[str, float]:
@@ -107,8 +115,11 @@ def main() -> None:
     for name in ("books", "mrpc", "trec"):
         parser.add_argument(f"--{name}", type=Path, required=True, metavar="DIR")
     given = parser.parse_args()
-    measured, neighbours, pairs = figures_of(given), following(given.books / "train"), table(given.mrpc / "train.csv")
-    alone = random.Random(0).sample(book_sentences(given.books / "train")[0], 6400)
+    measured = figures_of(given)
+    sentences, _ = book_sentences(given.books / "train")
+    alone = random.Random(0).sample(sentences, 6400)
+    neighbours = following(given.books / "train")
+    pairs = table(given.mrpc / "train.csv")
     next_ones = {"a": [first for first, _ in neighbours], "b": [second for _, second in neighbours]}
     labelled = {"a": pairs["text"], "b": pairs["text_pair"], "label": list(map(float, pairs["label"]))}
     stages = {
@@ -118,7 +129,8 @@ def main() -> None:
     }
 
     def show(label: str, vectors_of: Callable) -> None:
-        print(f"| {label} | {' | '.join(f'{figure:.1f}' for figure in measured(vectors_of).values())} |", flush=True)
+        cells = [f"{figure:.1f}" for figure in measured(vectors_of).values()]
+        print(f"| {label} | {' | '.join(cells)} |", flush=True)
 
     print("| vectors | copies | books | trec | mrpc |\n|---|---|---|---|---|")
     show("TF-IDF", lambda lines: TfidfVectorizer(sublinear_tf=True).fit_transform(lines).toarray())

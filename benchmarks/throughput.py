@@ -90,13 +90,13 @@ def main() -> None:
     if arguments.profile and "ours" not in arguments.contestants:
         parser.error("--profile is of ours; add ours to --contestants")
     pairings = {"small": ["sentences"], "base": ["segments", "sentences"]}
-    tasks = [(size, pairing) for size in arguments.size for pairing in arguments.pairing or pairings[size]]
-    for size, pairing in tasks:
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                compare(make_task(size, pairing, arguments), arguments, folder)
-            except ValueError as error:
-                parser.error(str(error))
+    for size in arguments.size:
+        for pairing in arguments.pairing or pairings[size]:
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    compare(make_task(size, pairing, arguments), arguments, folder)
+                except ValueError as error:
+                    parser.error(str(error))
 
 
 def exit_on_signals():
@@ -145,7 +145,11 @@ def compare(task, arguments, folder):
         contestants = {}
         for name in arguments.contestants:
             python = arguments.d2l_python if name == "d2l" else sys.executable
-            settings = {"ours": our_settings, "stock": stock_settings}.get(name, lambda *_: {"": {}})(task, arguments)
+            settings = {"": {}}  # d2l has none
+            if name == "ours":
+                settings = our_settings(task, arguments)
+            elif name == "stock":
+                settings = stock_settings(task, arguments)
             best = fastest(task, steps, name, settings)
             contestants[name] = opened.enter_context(task.contestant(name, python, **best))
         for name, contestant in contestants.items():
@@ -158,9 +162,11 @@ def compare(task, arguments, folder):
     for name, turns in taken.items():
         ms = summary([1000 * seconds / len(done) for done, seconds in turns])
         share = statistics.median(per_second(turns, "arithmetic")) / statistics.median(peaks)
-        held, more = (number / 2**20 for number in memory[name])
-        pairs, tokens = summary(per_second(turns, "pairs"), 1), summary(per_second(turns, "tokens"))
-        print(f"  {name:6}{ms:>24}{pairs:>28}{tokens:>32}{share:>8.1%}{f'{held:,.0f} + {more:,.0f}':>20}")
+        held, more = memory[name]
+        mebibytes = f"{held / 2**20:,.0f} + {more / 2**20:,.0f}"
+        pairs = summary(per_second(turns, "pairs"), 1)
+        tokens = summary(per_second(turns, "tokens"))
+        print(f"  {name:6}{ms:>24}{pairs:>28}{tokens:>32}{share:>8.1%}{mebibytes:>20}")
     for name in taken:
         if name != "ours" and "ours" in taken:
             ratios = [theirs / ours for (_, theirs), (_, ours) in zip(taken[name], taken["ours"], strict=True)]
@@ -181,14 +187,17 @@ def our_settings(task, arguments) -> dict[str, dict]:
 
 def stock_settings(task, arguments) -> dict[str, dict]:
     """Stock BERT's settings to try: compiled or not, SDPA or eager attention, all pairs of a step at once or fewer."""
-    pairs = sorted({task.run.global_batch_size, min(task.run.global_batch_size, 64 if task.size == "small" else 16)})
+    most = task.run.global_batch_size
+    fewer = 64 if task.size == "small" else 16
+    pairs = sorted({most, min(most, fewer)})
     variants = map("/".join, itertools.product(("eager", "compiled"), ("sdpa", "eager"), map(str, pairs)))
     return {variant: {"variant": variant} for variant in arguments.stock or variants}
 
 
 def fastest(task, steps, name, settings: dict[str, dict]) -> dict:
     """Try each setting of a contestant; returns the fastest."""
-    best, shortest = next(iter(settings.values())), math.inf
+    best = next(iter(settings.values()))
+    shortest = math.inf
     for label, setting in settings.items() if len(settings) > 1 else ():
         try:
             with task.contestant(name, **setting) as contestant:
@@ -199,7 +208,8 @@ def fastest(task, steps, name, settings: dict[str, dict]) -> dict:
             continue
         print(f"  {name}, trial of {label}: {1000 * seconds:,.0f} ms a step", flush=True)
         if seconds < shortest:
-            best, shortest = setting, seconds
+            best = setting
+            shortest = seconds
     return best
 
 

@@ -1,7 +1,6 @@
 """What benchmarks share: two sizes of models, the task of all contestants, their turns, what is printed."""
 
 import argparse
-import itertools
 import platform
 import statistics
 import sys
@@ -9,7 +8,6 @@ import tempfile
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import transformers
@@ -79,7 +77,8 @@ class Task:
         self.run.check()
 
     def __str__(self):
-        model, run = self.architecture, self.run
+        model = self.architecture
+        run = self.run
         return (
             f"{self.size}, {run.pairing}: {model.num_hidden_layers} x {model.hidden_size}, vocabulary "
             f"{model.vocab_size:,}, dropout {model.hidden_dropout_prob:g}; {run.global_batch_size} pairs of up to "
@@ -98,10 +97,10 @@ class Task:
 
     def write_steps(self, folder, count) -> list["Step"]:
         own = Path(tempfile.mkdtemp(dir=folder))
-        return [
-            Step(micro_batches, own / f"{number}.safetensors", self.architecture)
-            for number, micro_batches in enumerate(self.steps(count))
-        ]
+        steps = []
+        for number, micro_batches in enumerate(self.steps(count)):
+            steps.append(Step(micro_batches, own / f"{number}.safetensors", self.architecture))
+        return steps
 
 
 class Step:
@@ -109,10 +108,9 @@ class Step:
 
     def __init__(self, micro_batches, path, architecture):
         self.file = str(write_step(micro_batches, path))
-        counts = sum(map(counts_of, micro_batches)).tolist()
-        names = ("masked_tokens", "examples", "tokens", "padded_tokens", "squared_lengths")
-        self.counts = SimpleNamespace(**dict(zip(names, counts, strict=True)))
-        self.pairs, self.tokens = self.counts.examples, self.counts.tokens
+        self.counts = counts_of(micro_batches)
+        self.pairs = self.counts.examples
+        self.tokens = self.counts.tokens
         self.arithmetic = training_arithmetic(architecture, self.counts, pair_task=True)
 
 
@@ -127,14 +125,19 @@ def take_turns(contestants, steps_of, arguments):
     Returns:
         For each label, a list of (steps, seconds), one for each turn; and the measured peaks in bf16 (operations/s).
     """
-    taken, peaks = {label: [] for label in contestants}, []
+    taken = {label: [] for label in contestants}
+    peaks = []
     for label, contestant in contestants.items():  # the first call allocates memory, and compiles for every shape
         contestant.call("steps", *step_arguments(steps_of[label]))
     for turn in range(arguments.repetitions):
         peaks.append(matmul_peak(torch.device(arguments.device), torch.bfloat16))
         first = turn * arguments.steps
-        for label in list(contestants)[:: -1 if turn % 2 else 1]:
-            steps = list(itertools.islice(itertools.cycle(steps_of[label]), first, first + arguments.steps))
+        order = list(contestants)
+        if turn % 2:
+            order.reverse()
+        for label in order:
+            all_steps = steps_of[label]
+            steps = [all_steps[number % len(all_steps)] for number in range(first, first + arguments.steps)]
             taken[label].append((steps, contestants[label].call("steps", *step_arguments(steps))))
     return taken, peaks
 
@@ -145,18 +148,27 @@ def step_arguments(steps, rate=1e-4):
 
 def per_second(turns, count):
     """For each turn, the sum of a count of its steps (such as "tokens"), divided by the turn's seconds."""
-    return [sum(getattr(step, count) for step in steps) / seconds for steps, seconds in turns]
+    found = []
+    for steps, seconds in turns:
+        total = sum(getattr(step, count) for step in steps)
+        found.append(total / seconds)
+    return found
 
 
 def summary(values, digits=0, unit=""):
-    median, low, high = statistics.median(values), min(values), max(values)
-    return f"{median:,.{digits}f}{unit} ({low:,.{digits}f} to {high:,.{digits}f})"
+    """The median of values, the lowest and the highest."""
+    median = f"{statistics.median(values):,.{digits}f}{unit}"
+    return f"{median} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
 
 
 def describe(task, steps):
-    total = {name: sum(getattr(step.counts, name) for step in steps) for name in vars(steps[0].counts)}
-    full = total["tokens"] / total["examples"] / task.run.max_seq_length
-    predicted, cut = total["masked_tokens"] / total["examples"], 1 - total["tokens"] / total["padded_tokens"]
+    """Print what the steps hold: how full the rows are, and how many tokens are predicted."""
+    examples = sum(step.counts.examples for step in steps)
+    tokens = sum(step.counts.tokens for step in steps)
+    padded_tokens = sum(step.counts.padded_tokens for step in steps)
+    full = tokens / examples / task.run.max_seq_length
+    predicted = sum(step.counts.masked_tokens for step in steps) / examples
+    cut = 1 - tokens / padded_tokens
     print(f"\n{task}\n  {full:.1%} full, {predicted:.1f} tokens predicted in a pair, {cut:.1%} padding as we cut them")
     known = len(prepare(task.run).tokenizer)
     if known != task.architecture.vocab_size:

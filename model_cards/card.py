@@ -11,17 +11,18 @@ from urllib.parse import quote
 
 import jinja2
 import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard
 from safetensors import SafetensorError, safe_open
 
 from d2l_bert.folders import base_name, write_json
 from d2l_bert.hub_metadata import check_card
 from d2l_bert.messages import UserError, counted, explained
-from d2l_bert.model_cards import figures
-from d2l_bert.model_cards.markdown import HIDDEN, authored, cell, code, fenced, quoted, shell_words, shown
+from d2l_bert.model_cards import facts, figures
+from d2l_bert.model_cards.facts import HUB_ID
+from d2l_bert.model_cards.markdown import authored, cell, code, fenced, quoted, shell_words, shown
+from d2l_bert.model_cards.metadata import PIPELINE_TAGS, card_data
 from d2l_bert.modeling.records import Metrics, Release, RunRecord
 from d2l_bert.options import flag
-from d2l_bert.pair_tasks import PAIR_TASKS, unit
 from d2l_bert.records import inside, read_record
 from d2l_bert.tokenization.config import dataset_and_config
 from d2l_bert.tokenization.model_files import ConfigFile, check_within, find_file
@@ -41,45 +42,55 @@ PICTURE = r"\w[\w .-]*\.(png|jpg|svg)"
 
 # What a card with strange metadata, and a record with entries of strange types, raise where they are read.
 OF_CARDS = (
-    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError),
-    *(yaml.YAMLError, jinja2.TemplateError, SafetensorError),
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    yaml.YAMLError,
+    jinja2.TemplateError,
+    SafetensorError,
 )
-
-# An id on the Hub: an owner's name, if it has one, and the repository's.
-HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
 
 # The options of `prepare` that a prepared folder was made with, for the command on a card.
 PREPARED_WITH = (
-    *("documents", "language", "vocab_size", "lowercase", "strip_accents", "pre_tokenizer", "unicode_normalization"),
+    "documents",
+    "language",
+    "vocab_size",
+    "lowercase",
+    "strip_accents",
+    "pre_tokenizer",
+    "unicode_normalization",
     "individual_digits",
 )
 
 # Options that name files and folders, and those that name models and data sets: on the Hub, or on this machine.
 PATHS = (
-    *("corpus", "validation_corpus", "train_file", "validation_file", "test_file", "output_dir"),
+    "corpus",
+    "validation_corpus",
+    "train_file",
+    "validation_file",
+    "test_file",
+    "output_dir",
     "resume_from_checkpoint",
 )
 NAMES = ("model", "init_from", "tokenizer", "dataset", "validation_dataset")
 
 # Options by which a command writes or sends something elsewhere: no command on a card has one of them.
 WRITING = {
-    *("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "report_to"),
-    *("push_to_hub", "hub_model_id", "hub_private_repo"),
+    "output_dir",
+    "overwrite_output_dir",
+    "resume_from_checkpoint",
+    "report_to",
+    "push_to_hub",
+    "hub_model_id",
+    "hub_private_repo",
 }
 
 # Cards of this package have some 20,000 bytes. Those of others are searched by patterns whose time grows faster.
 LARGEST_CARD = 100_000
-
-# The Hub's task (`pipeline_tag`) of each head; it has none for others.
-PIPELINE_TAGS = {
-    "ForPreTraining": "fill-mask",
-    "ForMaskedLM": "fill-mask",
-    "ForSequenceClassification": "text-classification",
-    "ForTokenClassification": "token-classification",
-    "ForQuestionAnswering": "question-answering",
-    "ForMultipleChoice": "multiple-choice",
-    "Model": "feature-extraction",
-}
 
 
 TEMPLATES = jinja2.Environment(
@@ -89,9 +100,31 @@ TEMPLATES = jinja2.Environment(
     keep_trailing_newline=True,
 )
 TEMPLATES.globals |= {
-    **{of.__name__: of for of in (authored, cell, code, fenced, quoted)},
+    # words of others
+    "authored": authored,
+    "cell": cell,
+    "code": code,
+    "fenced": fenced,
+    "quoted": quoted,
     "counted": counted,
-    "figures": figures,
+    # a pretrained model
+    "origin": facts.origin,
+    "departures": facts.departures,
+    "summary_rows": facts.summary_rows,
+    "example_rows": facts.example_rows,
+    "comparison_rows": facts.comparison_rows,
+    "training_rows": facts.training_rows,
+    "has_collapsed": figures.has_collapsed,
+    # a fine-tuned model
+    "chosen_on_validation": facts.chosen_on_validation,
+    "seed_tables": facts.seed_tables,
+    "class_tables": facts.class_tables,
+    "most_classes": facts.MOST_CLASSES,
+    "finetuning_rows": facts.finetuning_rows,
+    # figures of both
+    "own_rows": facts.own_rows,
+    "measured_on_texts": facts.measured_on_texts,
+    "finetuned_rows": facts.finetuned_rows,
 }
 
 
@@ -118,72 +151,44 @@ def render_card(folder: Path, name: str | None = None, parameters: int | None = 
 
 
 def _rendered(folder, name, parameters):
-    config, record = read_record(folder / "config.json", ConfigFile), read_record(folder / RUN_FILE, RunRecord)
+    config = read_record(folder / "config.json", ConfigFile)
+    record = read_record(folder / RUN_FILE, RunRecord)
     metrics = read_record(folder / METRICS_FILE, Metrics, allow_nan=True)
     release = read_record(folder / RELEASE_FILE, Release)
-    # A model that was exported without the head that it was fine-tuned with has the card of an encoder.
-    head = re.sub("^.*?(?=For|Model$)", "", config["architectures"][0])  # `ForMaskedLM` of `BertForMaskedLM`
-    if not re.fullmatch(r"\w+", head):
-        raise ValueError(f"config.json: {head!r:.100} is no class")
-    is_tuned = "finetune" in record and head == record["auto_class"].removeprefix("AutoModel")
-    run = record.get("finetune" if is_tuned else "run", {})
-    data, recipe = (record.get("data", {}) if run else {}), release.get("recipe", {})
-    start = record["base_model"]["name"] if is_tuned else run.get("init_from")
-    is_local = start in (read["name"] for read in record.get("fingerprints", []))
-    is_on_hub = bool(start) and not is_local and HUB_ID.fullmatch(start) is not None
-    base_model = start if is_on_hub and not run.get("from_scratch") else None
-    # Parts may have been prepared with a language each.
-    languages = shown((record["base_model"] if is_tuned else run).get("language") or "").split(", ")
-    task, pipeline_tag = PAIR_TASKS.get(run.get("objective")), PIPELINE_TAGS.get(head)
-    examples = chosen_examples(metrics, recipe)
-    is_ours, kind = config["model_type"] == "d2l-bert", config["model_type"].removeprefix("d2l-")
-    tags = ["d2l-bert", kind, pipeline_tag, "fine-tuned" if is_tuned else None, task and task.name.replace(" ", "-")]
-    card_data = ModelCardData(
-        language=[each.partition("-")[0] for each in languages]
-        if languages[1:]
-        else languages[0].partition("-")[0] or None,
-        language_bcp47=[each for each in languages if "-" in each] or None,
-        license=run.get("license") and shown(run["license"]),
-        library_name="transformers",
-        pipeline_tag=pipeline_tag,
-        tags=[shown(tag) for tag in tags if tag],
-        datasets=[each for each in data.get("hub_datasets", []) if HUB_ID.fullmatch(each)] or None,
-        model_name=name,
-        base_model=base_model,
-        base_model_relation="finetune" if is_tuned and base_model else None,
-        eval_results=eval_results(metrics, record, pipeline_tag) or None,
-        # Texts stand in the metadata unescaped: those with invisible characters are left out.
-        widget=[{"text": each["text"]} for each in examples if not HIDDEN.search(each["text"])] or None,
+    model = facts.Facts(
+        name=name,
+        parameters=parameters,
+        config=config,
+        record=record,
+        metrics=metrics,
+        release=release,
+        head=facts.head_of(config),
     )
-    return TEMPLATES.get_template("FINETUNED.md" if is_tuned else "TEMPLATE.md").render(
-        card_data=card_data,
+    examples = chosen_examples(metrics, model.recipe)
+    head = model.head
+    return TEMPLATES.get_template("FINETUNED.md" if model.is_tuned else "TEMPLATE.md").render(
+        card_data=card_data(model, examples),
+        facts=model,
         name=name,
         config=config,
-        is_ours=is_ours,
         parameters=parameters,
         record=record,
-        run=run,
-        data=data,
-        start=start and (f"[{cell(start)}](https://huggingface.co/{start})" if is_on_hub else cell(start)),
+        run=model.run,
+        data=model.data,
         metrics=metrics,
         pictures=shown_pictures(folder, metrics),
         release=release,
-        recipe=recipe,
-        task=task,
-        unit=unit(task),
+        recipe=model.recipe,
+        task=model.task,
+        unit=model.unit,
+        trust=", trust_remote_code=True" if model.is_ours else "",
         examples=examples,
-        prompt=min(
-            (example["text"] for example in examples),
-            key=len,
-            default="Paris is the {} of France.".format(
-                read_record(folder / "tokenizer_config.json").get("mask_token", "[MASK]")
-            ),
-        ),
-        pipeline_tag=pipeline_tag,
+        prompt=shortest_prompt(folder, examples),
+        pipeline_tag=PIPELINE_TAGS.get(head),
         auto_class="AutoModelForMaskedLM" if head == "ForPreTraining" else f"Auto{head.replace('For', 'ModelFor')}",
-        command=command_again(record, "finetune" if is_tuned else "pretrain", run),
+        command=command_again(record, "finetune" if model.is_tuned else "pretrain", model.run),
         release_command=release_command(release),
-        prepare=shell_words(["d2l-bert", "prepare", *(w for o in PREPARED_WITH for w in flag(o, run.get(o)))]),
+        prepare=prepare_command(model.run),
     )
 
 
@@ -201,17 +206,21 @@ def updated_card(folder: Path, new: str) -> str:
     # the files before or after, and what was edited cannot be told.
     if not (folder / CARD_FILE).is_file() or not (folder / WEIGHTS_FILE).is_file():
         return new
-    new_card, edited = ModelCard(new), read_card(folder)
+    new_card = ModelCard(new)
+    edited = read_card(folder)
     written = ModelCard(render_card(folder)) if (folder / "config.json").is_file() else new_card
     if edited.content == written.content:
         return new
-    lines = (each.text.splitlines(keepends=True) for each in (edited, written, new_card))
-    edited.text, left = _merged(*lines)
+    edited.text, left = _merged(
+        edited.text.splitlines(keepends=True),
+        written.text.splitlines(keepends=True),
+        new_card.text.splitlines(keepends=True),
+    )
     of_run = {result.metric_name for result in written.data.eval_results or []}
     of_others = [result for result in edited.data.eval_results or [] if result.metric_name not in of_run]
     edited.data.eval_results = [*of_others, *(new_card.data.eval_results or [])] or None
-    for field in ("model_name", "license"):
-        setattr(edited.data, field, getattr(edited.data, field) or getattr(new_card.data, field))
+    edited.data.model_name = edited.data.model_name or new_card.data.model_name
+    edited.data.license = edited.data.license or new_card.data.license
     missing = f"; {counted(left, 'change')} would be in edited lines: delete the card to have it new" if left else ""
     logger.warning(f"{folder / CARD_FILE}: was edited; its words stay, with the new figures{missing}")
     return edited.content
@@ -227,31 +236,54 @@ def _merged(edited, written, new):
     Returns:
         The text, and the number of changes that were left out, as the lines to replace are gone.
     """
-    kept = {}  # by the number of a line as it was written its number in the edited text
-    for start, other, size in difflib.SequenceMatcher(None, written, edited, autojunk=False).get_matching_blocks():
-        kept |= {start + number: other + number for number in range(size)}
-    kept |= {-1: -1, len(written): len(edited)}  # the beginning and the end of both
-    lines, left = list(edited), 0
+    place_of = _places(written, edited)
+    lines = list(edited)
+    left = 0
     changes = difflib.SequenceMatcher(None, written, new, autojunk=False).get_opcodes()
-    for kind, start, end, new_start, new_end in reversed(changes):
+    for kind, start, end, new_start, new_end in reversed(changes):  # from the end: earlier places stay as they are
         if kind == "equal":
             continue
-        places = [kept.get(number) for number in range(start, end)]
-        before = kept.get(start - 1)
-        if places and None not in places and places[-1] - places[0] == end - start - 1:
-            lines[places[0] : places[-1] + 1] = new[new_start:new_end]
-        elif not places and before is not None:
-            lines[before + 1 : before + 1] = new[new_start:new_end]
+        places = [place_of.get(number) for number in range(start, end)]
+        before = place_of.get(start - 1)
+        if start == end:  # lines that are new, behind a line that the edited text may lack
+            first = None if before is None else before + 1
         else:
+            are_together = None not in places and places[-1] - places[0] == end - start - 1
+            first = places[0] if are_together else None
+        if first is None:
             left += 1
+        else:
+            lines[first : first + end - start] = new[new_start:new_end]
     return "".join(lines), left
+
+
+def _places(written, edited):
+    """By the number of a line of `written`, its number in `edited` if it is there; the beginning and the end, too."""
+    places = {-1: -1}
+    for start, other, size in difflib.SequenceMatcher(None, written, edited, autojunk=False).get_matching_blocks():
+        for number in range(size):
+            places[start + number] = other + number
+    places[len(written)] = len(edited)
+    return places
 
 
 def chosen_examples(metrics: dict, recipe: dict) -> list[dict]:
     """The predictions to show: those of the recipe's prompts; else those of whose first guess the model is surest."""
     known = metrics.get("predictions", [])
-    of_prompts = [example for prompt in recipe.get("prompts", []) for example in known if example["text"] == prompt]
-    return of_prompts or sorted(known, key=lambda example: -example["output"][0]["score"])[:3]
+    of_prompts = []
+    for prompt in recipe.get("prompts", []):
+        of_prompts += [example for example in known if example["text"] == prompt]
+    if of_prompts:
+        return of_prompts
+    return sorted(known, key=lambda example: -example["output"][0]["score"])[:3]
+
+
+def shortest_prompt(folder: Path, examples: list[dict]) -> str:
+    """The shortest text of the predictions on the card; without one a sentence with the tokenizer's mask."""
+    if examples:
+        return min((example["text"] for example in examples), key=len)
+    mask = read_record(folder / "tokenizer_config.json").get("mask_token", "[MASK]")
+    return f"Paris is the {mask} of France."
 
 
 def shown_pictures(folder: Path, metrics: dict) -> dict[str, str]:
@@ -281,10 +313,18 @@ def command_again(record: dict, command: str, run: dict) -> str | None:
         words = shlex.split(record.get("command") or "")
     except ValueError:
         return None
-    options = {word.removeprefix("--") for word in words if word.startswith("--")}
-    known = {"recipe", *run, *record.get("architecture", {})} - WRITING
-    if words[:2] != ["d2l-bert", command] or not options <= known:
+    given = {word.removeprefix("--") for word in words if word.startswith("--")}
+    of_run = {"recipe", *run, *record.get("architecture", {})}
+    if words[:2] != ["d2l-bert", command] or not given <= of_run - WRITING:
         return None
+    return shell_words(words)
+
+
+def prepare_command(run: dict) -> str:
+    """The command that made the prepared folder which a run has read, without its folders."""
+    words = ["d2l-bert", "prepare"]
+    for option in PREPARED_WITH:
+        words += flag(option, run.get(option))
     return shell_words(words)
 
 
@@ -292,52 +332,6 @@ def release_command(release: dict) -> str | None:
     """The command that makes a release again, from release.json; None if it may be a stranger's."""
     command = release.get("command") or ""
     return command if re.fullmatch(r"make release MODEL=[\w.-]+( [A-Z]+=DIR)*", command, re.ASCII) else None
-
-
-def eval_results(metrics: dict, record: dict, pipeline_tag: str | None) -> list[EvalResult]:
-    """
-    The figures of a model for the card's metadata.
-
-    Args:
-        metrics: the content of metrics.json.
-        record: the content of run_config.json; without it, a run's own figures are left out.
-        pipeline_tag: the Hub's task of the model.
-    """
-    data, results = record.get("data", {}), []
-    hub_datasets, validation = data.get("hub_datasets", []), data.get("validation")
-    corpus, part = (validation or data).get("corpus_name"), "validation text" if validation else "held-out documents"
-    measured_on = {"eval": f"{corpus}, {part}" if corpus else None} | {  # by the first word of a figure's key
-        split: hub_datasets[0] if hub_datasets and not record["finetune"].get(f"{split}_file") else table["name"]
-        for split, table in data.get("splits", {}).items()
-    }
-    for metric in figures.reported_metrics(metrics):
-        split = metric.key.partition("_")[0]
-        name = metric.text or measured_on.get(split)
-        if metric.task and name and math.isfinite(metrics[metric.key]):
-            is_on_hub = name in hub_datasets and HUB_ID.fullmatch(name)
-            on_hub = "nyu-mll/blimp" if metric.key == figures.BLIMP else name if is_on_hub else None
-            # A split of a data set on the Hub is called as it is there.
-            split = data["splits"][split]["name"].rpartition(", split ")[2] if on_hub and not metric.text else split
-            results.append(
-                EvalResult(
-                    task_type=metric.task[0] or pipeline_tag,
-                    task_name=metric.task[1],
-                    dataset_type=on_hub or invented_id(name),
-                    dataset_name=shown(name),
-                    # Keeps the figures of `d2l-bert evaluate` apart from those of a run on a corpus of the same name.
-                    dataset_split="evaluation" if metric.text else shown(split) if "splits" in data else None,
-                    metric_type=shown(metric.metric_type),
-                    metric_name=shown(metric.name),
-                    metric_value=round(metrics[metric.key], 4),
-                )
-            )
-    return results
-
-
-def invented_id(name: str) -> str:
-    """A name as the metadata want it of a data set that is not on the Hub: it follows the rules of the Hub's ids."""
-    words = re.sub(r"[^A-Za-z0-9]*[^\w.-][^A-Za-z0-9]*|[-.]{2,}", "-", name[:200], flags=re.ASCII)
-    return re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9]+$", "", words[:96]).removesuffix(".git") or "text"
 
 
 def portable(record: dict) -> dict:
@@ -355,7 +349,8 @@ def portable(record: dict) -> dict:
     for part in ("run", "finetune", "identity"):
         if part in record:
             made[part] = {option: _portable_option(option, value) for option, value in record[part].items()}
-    return made | {"fingerprints": [known for known in record["local_paths"].values() if known["fingerprint"]]}
+    made["fingerprints"] = [entry for entry in record["local_paths"].values() if entry["fingerprint"]]
+    return made
 
 
 def _portable_option(option, value):
@@ -374,7 +369,8 @@ def local_name(name: str) -> str:
     """
     place, config = dataset_and_config(name)
     if config is not None and re.search(r"[/\\]", config):  # the colon of file:///folder
-        place, config = name, None
+        place = name
+        config = None
     if not Path(place).exists() and HUB_ID.fullmatch(place):
         return name
     return base_name(place) if config is None else f"{base_name(place)}:{config}"
@@ -457,7 +453,8 @@ def _write_carried_card(source, folder, name, export, copy):
         copy(picture)
     if export:
         write_json(folder / METRICS_FILE, {**metrics, "export": export})
-    before, card = read_card(folder).data, rendered_card(folder, name)
+    before = read_card(folder).data
+    card = rendered_card(folder, name)
     for field in ("license", "language", "datasets", "base_model"):  # what the card lacks follows from the run
         setattr(card.data, field, getattr(before, field, None) or getattr(card.data, field, None))
     (folder / CARD_FILE).write_text(card.content, encoding="utf-8")

@@ -20,11 +20,16 @@ from d2l_bert.modeling import configuration_d2l_bert, conversion, export, modeli
 from d2l_bert.modeling.records import Metrics, Release
 from d2l_bert.records import read_record
 from d2l_bert.tokenization.existing_tokenizers import check_inputs
-from d2l_bert.tokenization.model_files import ConfigFile, check_tokenizer_settings, check_within, read_config_file
+from d2l_bert.tokenization.model_files import ConfigFile, check_within, read_config_file
+from d2l_bert.tokenization.tokenizer_files import check_tokenizer_settings
 from d2l_bert.tokenization.wordpiece import pieces, stock_tokenizer
 
 
+# The Python files beside the weights of a d2l-bert model, by their names.
 CODE = {Path(module.__file__).name: Path(module.__file__) for module in (configuration_d2l_bert, modeling_d2l_bert)}
+
+# By the model type in config.json, the module of the model's class.
+MODULES = {"d2l-bert": modeling_d2l_bert, "bert": transformers}
 
 # The tokenizer classes that read tokenizer.json, by names that Transformers 4 and 5 both know.
 STOCK_TOKENIZERS = ("BertTokenizer", "BertTokenizerFast", "PreTrainedTokenizerFast")
@@ -87,8 +92,11 @@ def published_files(folder: Path) -> dict[str, Path]:
     Raises:
         UserError: one of them is a link that leads out of the folder, or no regular file.
     """
+    paths = set()
+    for pattern in PUBLISHED:
+        paths.update(folder.glob(pattern))
     files = {}
-    for path in sorted({path for pattern in PUBLISHED for path in folder.glob(pattern)}):
+    for path in sorted(paths):
         if path.is_symlink() or not path.is_dir():
             check_within(path, folder)
             files[path.relative_to(folder).as_posix()] = path
@@ -102,37 +110,53 @@ def check_code(folder: Path):
     Returns:
         The configuration and the class of the model: Transformers' own for a stock BERT, which needs no code.
     """
-    content, save_again = read_config_file(folder), "d2l_bert.modeling.conversion.save_model"
-    kind, modules = content.get("model_type"), {"d2l-bert": modeling_d2l_bert, "bert": transformers}
-    if kind not in modules:
+    file = f"{folder}/config.json"
+    content = read_config_file(folder)
+    kind = content.get("model_type")
+    if kind not in MODULES:
+        found = f"names a {kind} model" if kind else "is missing, or names no model"
         raise UserError(
-            f"{folder}/config.json: {f'names a {kind} model' if kind else 'is missing, or names no model'}, not a "
-            f"d2l-bert or a bert one; give a folder of pretrain, or publish another model with hf upload"
+            f"{file}: {found}, not a d2l-bert or a bert one; give a folder of pretrain, or publish another model with "
+            f"hf upload"
         )
-    with reading_model(f"{folder}/config.json"):  # an entry of the wrong type raises one of several exceptions
+    with reading_model(file):  # an entry of the wrong type raises one of several exceptions
         config = conversion.read_config(str(folder))
-        model_class = getattr(modules[kind], config.architectures[0])
+        name = config.architectures[0]
+        model_class = getattr(MODULES[kind], name)
         if not issubclass(model_class, transformers.PreTrainedModel):
-            raise UserError(f"{config.architectures[0]} is no class of a model; save the model again")
+            raise UserError(f"{name} is no class of a model; save the model again")
     for entry in conversion.ENTRIES_OF_CODE:
-        if content.get(entry) and (kind, entry) != ("d2l-bert", "auto_map"):
+        is_ours = kind == "d2l-bert" and entry == "auto_map"
+        if content.get(entry) and not is_ours:
             raise UserError(
-                f"{folder}/config.json: {entry} names code, which those who load the model with trust_remote_code "
-                f"would run; take {entry} out"
+                f"{file}: {entry} names code, which those who load the model with trust_remote_code would run; take "
+                f"{entry} out"
             )
     if kind == "d2l-bert":
-        if content.get("auto_map") != conversion.AUTO_MAP:
-            raise UserError(
-                f"{folder}: config.json lacks classes in auto_map, which the Hub could not load, or names others; "
-                f"save the model with {save_again}"
-            )
-        for name, ours in CODE.items():
-            if not (folder / name).is_file() or (folder / name).read_bytes() != ours.read_bytes():
-                raise UserError(
-                    f"{folder}: {name} is missing, or is not that of the installed d2l-bert {version('d2l-bert')}; "
-                    f"save the model with {save_again}, or publish code that you have changed with hf upload"
-                )
+        check_files_of_code(folder, content)
     return config, model_class
+
+
+def check_files_of_code(folder: Path, content: dict) -> None:
+    """
+    Refuse a d2l-bert model without the two Python files of the installed package, or whose config.json names others.
+
+    Args:
+        content: of config.json.
+    """
+    save_again = "save the model with d2l_bert.modeling.conversion.save_model"
+    if content.get("auto_map") != conversion.AUTO_MAP:
+        raise UserError(
+            f"{folder}: config.json lacks classes in auto_map, which the Hub could not load, or names others; "
+            f"{save_again}"
+        )
+    for name, ours in CODE.items():
+        file = folder / name
+        if not file.is_file() or file.read_bytes() != ours.read_bytes():
+            raise UserError(
+                f"{folder}: {name} is missing, or is not that of the installed d2l-bert {version('d2l-bert')}; "
+                f"{save_again}, or publish code that you have changed with hf upload"
+            )
 
 
 def check_tokenizer(folder: Path, config: transformers.PreTrainedConfig) -> None:
@@ -142,28 +166,33 @@ def check_tokenizer(folder: Path, config: transformers.PreTrainedConfig) -> None
     A model may have more entries than its tokenizer: many BERTs have a vocabulary padded to a multiple of 8 or 64.
     """
     way_out = "save the tokenizer that the model was trained with into the folder"
-    settings, vocabulary = check_tokenizer_settings(folder), folder / "vocab.txt"
+    settings = check_tokenizer_settings(folder)
     kind = settings.get("tokenizer_class")
     if kind not in STOCK_TOKENIZERS or settings.get("auto_map") or not (folder / "tokenizer.json").is_file():
         raise UserError(
             f"{folder}/tokenizer_config.json: names no class of a WordPiece tokenizer that Transformers 4 and 5 know "
             f"({kind}; {' or '.join(STOCK_TOKENIZERS)}), or code by auto_map, or tokenizer.json is missing; {way_out}"
         )
+    vocabulary = folder / "vocab.txt"
     # `tokenizers` raises plain Exceptions.
     with explained(f"{folder}: its tokenizer cannot be loaded", way_out, Exception):
         tokenizer = stock_tokenizer(str(folder))
         check_inputs(tokenizer, config.type_vocab_size)
         entries = pieces(tokenizer)
         beside = vocabulary.read_text(encoding="utf-8").split("\n")[:-1] if vocabulary.is_file() else entries
-    wrong = ""
+    of_tokenizer = f"{folder}: the tokenizer's"
     if len(entries) > config.vocab_size:
-        wrong = f"{len(entries)} tokens are more than the model's vocab_size, {config.vocab_size}"
-    elif tokenizer.pad_token_id != config.pad_token_id:
-        wrong = f"pad_token_id {tokenizer.pad_token_id} is not that of the model, {config.pad_token_id}"
-    elif entries != beside:
-        wrong = "tokens are not those of vocab.txt"
-    if wrong:
-        raise UserError(f"{folder}: the tokenizer's {wrong}; {way_out}")
+        raise UserError(
+            f"{of_tokenizer} {len(entries)} tokens are more than the model's vocab_size, {config.vocab_size}; "
+            f"{way_out}"
+        )
+    if tokenizer.pad_token_id != config.pad_token_id:
+        raise UserError(
+            f"{of_tokenizer} pad_token_id {tokenizer.pad_token_id} is not that of the model, {config.pad_token_id}; "
+            f"{way_out}"
+        )
+    if entries != beside:
+        raise UserError(f"{of_tokenizer} tokens are not those of vocab.txt; {way_out}")
 
 
 def check_weights(folder: Path, config: transformers.PreTrainedConfig, model_class) -> None:
@@ -175,7 +204,8 @@ def check_weights(folder: Path, config: transformers.PreTrainedConfig, model_cla
         _, missing, unexpected = conversion.load_and_compare(
             model_class, str(folder), config=config, use_safetensors=True
         )
-    if differing := sorted(missing | unexpected):
+    differing = sorted(missing | unexpected)
+    if differing:
         raise UserError(
             f"{folder}: the weights and the model of config.json differ ({differing[0]} is in one of both); save the "
             f"model there again"
@@ -208,7 +238,7 @@ def check_onnx(folder: Path) -> None:
             difference = conversion.largest_difference(model, export.OnnxModel(file, model.config))
             # What int8 changes was measured at the export; another processor may round otherwise: twice that passes.
             bound = 1e-3 if name == export.FLOAT else 2 * metrics["export"]["files"][name]["difference"]
-        if not difference <= bound:
+        if not difference <= bound:  # true for NaN, too
             raise UserError(f"{file}: its outputs differ from the model's by {difference:.1e}; {again}")
 
 
@@ -222,25 +252,26 @@ def check_card(folder: Path, license: str | None = None) -> None:
     Args:
         license: replaces the licence in the card.
     """
-    path, way_out = folder / cards.CARD_FILE, f"or delete {cards.CARD_FILE}, and it is written again"
-    card, expected = cards.read_card(folder, license), cards.rendered_card(folder)
+    path = folder / cards.CARD_FILE
+    card = cards.read_card(folder, license)
+    expected = cards.rendered_card(folder)
     if not card.data.license:
         raise UserError(f"{path}: has no licence; give --license, such as apache-2.0")
+    way_out = f"put back what belongs there, or delete {cards.CARD_FILE}, and it is written again"
     for name in local_pictures(card.text):
-        if not (folder / name).is_file() or not (folder / name).resolve().is_relative_to(folder.resolve()):
-            raise UserError(
-                f"{path}: shows {name}, which is not in the folder; put back what belongs there, {way_out}"
-            )
-    found = {result.metric_name: result.metric_value for result in card.data.eval_results or []}
+        picture = folder / name
+        if not picture.is_file() or not picture.resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"{path}: shows {name}, which is not in the folder; {way_out}")
+    shown = {result.metric_name: result.metric_value for result in card.data.eval_results or []}
     for result in expected.data.eval_results or []:
-        name, value = result.metric_name, result.metric_value
-        if found.get(name, value) != value:
+        name = result.metric_name
+        if name in shown and shown[name] != result.metric_value:
             raise UserError(
-                f"{path}: says {name} {found[name]}, and {cards.METRICS_FILE} says {value}; put back what belongs "
-                f"there, {way_out}"
+                f"{path}: says {name} {shown[name]}, and {cards.METRICS_FILE} says {result.metric_value}; {way_out}"
             )
+    licenses = card.data.license if isinstance(card.data.license, list) else [card.data.license]
     with explained(path, "", UserError):
-        for each in card.data.license if isinstance(card.data.license, list) else [card.data.license]:
+        for each in licenses:
             check_license(str(each))
     classes = (read_record(folder / "config.json", ConfigFile).get("id2label") or {}).values()
     for name, file in published_files(folder).items():
@@ -258,14 +289,17 @@ def refuse_paths(folder: Path, file: Path, classes: Iterable[str] = ()) -> None:
     Raises:
         UserError: the file names such a folder.
     """
-    here = {str(path) for path in (folder.resolve(), folder.absolute(), Path.home()) if path.parts[1:]}
-    of_here = rf"(?<![\w.~-])(?:{'|'.join(map(re.escape, sorted(here)))})(?![\w-])"
-    of_machines = re.compile("|".join((of_here, *MACHINE_PATHS)))
+    places = (folder.resolve(), folder.absolute(), Path.home())
+    here = sorted({str(place) for place in places if place.parts[1:]})
+    of_here = rf"(?<![\w.~-])(?:{'|'.join(map(re.escape, here))})(?![\w-])"
+    of_machines = re.compile("|".join([of_here, *MACHINE_PATHS]))
+    paths_as_classes = [name for name in classes if name.startswith("/")]
     for text in texts_in(file):
-        found = of_machines.search(text)
-        for name in classes:
-            text = text.replace(name, " ") if name.startswith("/") else text
-        if found := found or re.search(ANY_PATH, text):
+        without_classes = text
+        for name in paths_as_classes:
+            without_classes = without_classes.replace(name, " ")
+        found = of_machines.search(text) or re.search(ANY_PATH, without_classes)
+        if found:
             raise UserError(
                 f"{file}: names a folder of this machine ({found[0]:.200}); remove the path before you publish"
             )

@@ -18,13 +18,16 @@ from d2l_bert.model_cards.figures import (
     evaluated_metrics,
 )
 from d2l_bert.model_cards.markdown import shown
+from d2l_bert.model_cards.metadata import eval_results
 from d2l_bert.modeling.records import Metrics, RunRecord
 from d2l_bert.records import read_record
 
 
 # What EVALUATION.md renders, and where a card that has no such section gets it: before its limits, or at its end.
-SECTION = r"^<!-- figures of d2l-bert evaluate -->$.*?^<!-- end of the figures -->$\s*"
-PLACE = r"^(?=## Limits)|\Z"
+SECTION = re.compile(
+    r"^<!-- figures of d2l-bert evaluate -->$.*?^<!-- end of the figures -->$\s*", re.DOTALL | re.MULTILINE
+)
+PLACE = re.compile(r"^(?=## Limits)|\Z", re.MULTILINE)
 
 
 def check_updatable(name: str) -> None:
@@ -39,12 +42,12 @@ def check_updatable(name: str) -> None:
             card and is of another kind of model than those that d2l-bert has a card for.
     """
     folder = Path(name)
-    kind, has_card = read_record(folder / "config.json").get("model_type"), (folder / cards.CARD_FILE).exists()
+    kind = read_record(folder / "config.json").get("model_type")
     if not folder.is_dir():
         raise UserError(f"update_card: {name} is no folder here; leave update_card out, or give a model's folder")
     if not os.access(folder, os.W_OK):
         raise UserError(f"update_card: {name} cannot be written; leave update_card out, or allow writing there")
-    if not has_card and kind not in ("d2l-bert", "bert"):
+    if not (folder / cards.CARD_FILE).exists() and kind not in ("d2l-bert", "bert"):
         raise UserError(
             f"update_card: {name} has no {cards.CARD_FILE}, and a {kind} model gets none; write one, or leave "
             f"update_card out"
@@ -54,7 +57,7 @@ def check_updatable(name: str) -> None:
     way_out = f"put back the {cards.METRICS_FILE} that was written there, or take it out"
     with explained(f"{folder / cards.METRICS_FILE}: cannot be shown on a card", way_out, *cards.OF_CARDS):
         section_of(metrics)
-        cards.eval_results(metrics, read_record(folder / cards.RUN_FILE, RunRecord), None)
+        eval_results(metrics, read_record(folder / cards.RUN_FILE, RunRecord), None)
     cards.read_card(folder)
 
 
@@ -97,25 +100,13 @@ def update_folder(folder: Path, text: str | None, figures: dict | None, blimp: d
 
 def _update(folder, text, figures, blimp):
     before = read_record(folder / cards.METRICS_FILE, allow_nan=True)
-    metrics = dict(before)
-    if figures is not None:
-        of_text = {f"eval/{text}/{name}": value for name, value in figures.items() if value is not None}
-        metrics = _replaced(metrics, rf"eval/{re.escape(text)}/(?!minimal_pairs_)\w+", of_text)
-    if blimp is not None and blimp["title"] == blimp_pairs.BLIMP:
-        metrics = _replaced(metrics, "eval_blimp_.*", _blimp_figures(blimp))
-    elif blimp is not None:
-        name = blimp.get("name") or "own pairs"
-        metrics = _replaced(metrics, rf"eval/{re.escape(name)}/minimal_pairs_\w+", _pair_figures(name, blimp))
-    # An earlier version has given BLiMP's name to figures on any pairs.
-    names = {BLIMP_NAME, *(metric.name for metric in (*evaluated_metrics(before), *evaluated_metrics(metrics)))}
+    metrics = with_figures(before, text, figures, blimp)
     section = section_of(metrics)
     card = cards.read_card(folder)
-    kept = [result for result in card.data.eval_results or [] if result.metric_name not in names]
-    found = cards.eval_results(metrics, read_record(folder / cards.RUN_FILE), None)
-    card.data.eval_results = kept + [result for result in found if result.metric_name in names]
+    card.data.eval_results = _new_results(card, before, metrics, read_record(folder / cards.RUN_FILE))
     card.data.model_name = card.data.model_name or shown(folder.resolve().name)
-    place = SECTION if re.search(SECTION, card.text, re.DOTALL | re.MULTILINE) else PLACE
-    card.text = re.sub(place, lambda _: section, card.text, count=1, flags=re.DOTALL | re.MULTILINE)
+    place = SECTION if SECTION.search(card.text) else PLACE
+    card.text = place.sub(lambda _: section, card.text, count=1)
     # Both are written before either is moved to its place: on a full disk both stay as they were.
     with (
         folders.atomic_file(folder / cards.METRICS_FILE) as new_metrics,
@@ -125,6 +116,30 @@ def _update(folder, text, figures, blimp):
         new_card.write_text(card.content, encoding="utf-8")
 
 
+def with_figures(metrics: dict, text: str | None, figures: dict | None, blimp: dict | None) -> dict:
+    """The content of metrics.json with new figures, as in `update_folder`, in place of those of the same kind."""
+    if figures is not None:
+        of_text = {f"eval/{text}/{name}": value for name, value in figures.items() if value is not None}
+        metrics = _replaced(metrics, rf"eval/{re.escape(text)}/(?!minimal_pairs_)\w+", of_text)
+    if blimp is None:
+        return metrics
+    if blimp["title"] == blimp_pairs.BLIMP:
+        return _replaced(metrics, "eval_blimp_.*", _blimp_figures(blimp))
+    name = blimp.get("name") or "own pairs"
+    return _replaced(metrics, rf"eval/{re.escape(name)}/minimal_pairs_\w+", _pair_figures(name, blimp))
+
+
+def _new_results(card, before, metrics, record):
+    """The results in the card's metadata: those of others stay, those of `d2l-bert evaluate` are of `metrics`."""
+    # An earlier version has given BLiMP's name to figures on any pairs.
+    names = {BLIMP_NAME}
+    for figure in (*evaluated_metrics(before), *evaluated_metrics(metrics)):
+        names.add(figure.name)
+    of_others = [result for result in card.data.eval_results or [] if result.metric_name not in names]
+    ours = [result for result in eval_results(metrics, record, None) if result.metric_name in names]
+    return of_others + ours
+
+
 def _replaced(metrics, earlier, new):
     """Figures, of which those with keys like `earlier` are replaced."""
     return {key: value for key, value in metrics.items() if not re.fullmatch(earlier, key, re.DOTALL)} | new
@@ -132,20 +147,20 @@ def _replaced(metrics, earlier, new):
 
 def _blimp_figures(blimp):
     """The entries of metrics.json for results on BLiMP."""
-    paradigms = blimp["paradigms"]
-    of_one_each = {}
-    if paradigms.keys() == blimp_pairs.PHENOMENON_OF.keys():
-        accuracies = [paradigms[name]["accuracy"] for name in blimp_pairs.ONE_OF_EACH]
-        of_one_each = {BLIMP_ONE_OF_EACH: sum(accuracies) / len(accuracies)}
-    return {
+    entries = {
         BLIMP: blimp["accuracy"],
         "eval_blimp_standard_error": blimp["standard_error"],
         "eval_blimp_paradigms": blimp["paradigm_count"],
         "eval_blimp_pairs": blimp["pairs"],
         "eval_blimp_score": blimp["score"],
-        **of_one_each,
-        **{f"{BLIMP_PHENOMENON}{name}": figure["accuracy"] for name, figure in blimp["phenomena"].items()},
     }
+    paradigms = blimp["paradigms"]
+    if paradigms.keys() == blimp_pairs.PHENOMENON_OF.keys():
+        accuracies = [paradigms[name]["accuracy"] for name in blimp_pairs.ONE_OF_EACH]
+        entries[BLIMP_ONE_OF_EACH] = sum(accuracies) / len(accuracies)
+    for name, figure in blimp["phenomena"].items():
+        entries[f"{BLIMP_PHENOMENON}{name}"] = figure["accuracy"]
+    return entries
 
 
 def _pair_figures(name, results):

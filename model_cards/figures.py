@@ -14,7 +14,8 @@ from d2l_bert.pair_tasks import PAIR_TASKS
 OF_A_TEXT = re.compile(r"eval/(?P<text>.+)/(?P<figure>\w+)", re.DOTALL)
 
 # BLiMP's accuracy in metrics.json and on a card.
-BLIMP, BLIMP_NAME = "eval_blimp_accuracy", "BLiMP accuracy"
+BLIMP = "eval_blimp_accuracy"
+BLIMP_NAME = "BLiMP accuracy"
 
 # The accuracy on one paradigm of each phenomenon, beside that on all paradigms.
 BLIMP_ONE_OF_EACH = "eval_blimp_one_of_each_accuracy"
@@ -25,7 +26,8 @@ BLIMP_PHENOMENON = f"{BLIMP}/"
 # Figures of models that were fine-tuned from a released one, such as "finetune/sst2/test_accuracy": means over seeds.
 # Their standard deviations have an ending, and so have the same figures of models that were trained from scratch.
 FINETUNED = re.compile(r"finetune/(?P<task>[^/]+)/(?P<split>validation|test)_(?P<figure>\w+)")
-FINETUNED_SD, FROM_SCRATCH = ":sd", ":from_scratch"
+FINETUNED_SD = ":sd"
+FROM_SCRATCH = ":from_scratch"
 
 # For each score of a sentence: how it is computed.
 SCORES = {
@@ -34,123 +36,122 @@ SCORES = {
 }
 
 
-# The Hub's kind (`metric_type`) and the unit of each metric; `1` is a number from -1 to 1 or from 0 on.
-METRICS = {
-    "accuracy": ("accuracy", "%"),
-    "f1": ("f1", "%"),
-    "accuracy_f1_mean": ("mean of accuracy and F1", "%"),
-    "macro_f1": ("f1", "%"),
-    "exact_match": ("exact_match", "%"),
-    "precision": ("precision", "%"),
-    "recall": ("recall", "%"),
-    "strict_f1": ("f1", "%"),
-    "matthews_correlation": ("matthews_correlation", "1"),
-    "pearson": ("pearsonr", "1"),
-    "spearman": ("spearmanr", "1"),
-    "pearson_spearman_mean": ("mean of Pearson's and Spearman's correlation", "1"),
-    "mse": ("mse", "1"),
-    "mae": ("mae", "1"),
-    "loss": ("loss", "1"),
-}
-
-
-# An encoder whose vectors of different tokens have a mean cosine above this has collapsed. Trained models had 0.27 to
-# 0.73, and those that a high rate had made constant 0.9996 to 1 (benchmarks/LOG.md).
-COLLAPSED = 0.95
-
-
-class ReportedMetric(NamedTuple):
+class Figure(NamedTuple):
     """
-    A metric that the card shows.
+    A figure that a card may show.
 
     Args:
         name: in the card.
-        key: in metrics.json.
-        unit: `nats`, `%`, `1` (a number with four decimals) or nothing.
-        metric_type: the kind of the metric in the card's metadata.
+        unit: `nats`, `%`, `1` (a number with four decimals) or "" (with one decimal).
+        metric_type: the kind of the metric in the card's metadata, by the Hub's name where it has one.
         task: the Hub's task and its name in the card's metadata; None for a figure that the metadata leaves out, and
-            ("", None) for the task that a model was fine-tuned for.
+            `OWN_TASK` for the task that a model was fine-tuned for.
+        key: in metrics.json; "" in the tables below, whose figures have several.
         text: for a figure of `d2l-bert evaluate`, the text or the data set that it was measured on; "" for a figure of
             models that were fine-tuned from this one; else None.
     """
 
     name: str
-    key: str
     unit: str
     metric_type: str
     task: tuple[str, str | None] | None = None
+    key: str = ""
     text: str | None = None
 
 
+OWN_TASK = ("", None)
 MLM = ("fill-mask", "Masked language modeling")
-PAIRS = {key: ("text-classification", task.name.capitalize()) for key, task in PAIR_TASKS.items()}
+OF_MINIMAL_PAIRS = ("text-classification", "Minimal pairs")
+
+# The figures of a fine-tuning, by their keys in metrics.json without `validation_` or `test_`. A number of the unit
+# `1` is from -1 to 1, or from 0 on.
+METRICS = {
+    "accuracy": Figure("accuracy", "%", "accuracy", OWN_TASK),
+    "f1": Figure("f1", "%", "f1", OWN_TASK),
+    "accuracy_f1_mean": Figure("accuracy f1 mean", "%", "mean of accuracy and F1", OWN_TASK),
+    "macro_f1": Figure("macro f1", "%", "f1", OWN_TASK),
+    "exact_match": Figure("exact match", "%", "exact_match", OWN_TASK),
+    "precision": Figure("precision", "%", "precision", OWN_TASK),
+    "recall": Figure("recall", "%", "recall", OWN_TASK),
+    "strict_f1": Figure("strict f1", "%", "f1", OWN_TASK),
+    "matthews_correlation": Figure("matthews correlation", "1", "matthews_correlation", OWN_TASK),
+    "pearson": Figure("pearson", "1", "pearsonr", OWN_TASK),
+    "spearman": Figure("spearman", "1", "spearmanr", OWN_TASK),
+    "pearson_spearman_mean": Figure(
+        "pearson spearman mean", "1", "mean of Pearson's and Spearman's correlation", OWN_TASK
+    ),
+    "mse": Figure("mse", "1", "mse", OWN_TASK),
+    "mae": Figure("mae", "1", "mae", OWN_TASK),
+    "loss": Figure("loss", "1", "loss", OWN_TASK),
+}
 
 # The MLM loss on held-out text before the first step, of a run that did not begin with random weights.
 INITIAL_LOSS = "eval_initial_mlm_loss"
 
 # The figures on a text, by their keys in metrics.json without `eval_`.
 ON_A_TEXT = {
-    "mlm_loss": ReportedMetric("MLM loss", "", "nats", "loss", MLM),
-    INITIAL_LOSS.removeprefix("eval_"): ReportedMetric("MLM loss before the first step", "", "nats", "loss"),
-    "perplexity": ReportedMetric("MLM perplexity", "", "", "perplexity", MLM),
-    "mlm_accuracy": ReportedMetric("MLM accuracy", "", "%", "accuracy", MLM),
-    "mlm_top_5_accuracy": ReportedMetric("MLM top-5 accuracy", "", "%", "accuracy", MLM),
-    **{
-        f"{key}_{figure}": ReportedMetric(f"{PAIR_TASKS[key].short} {name}", "", unit, metric_type, task)
-        for key, of_task in PAIRS.items()
-        for figure, name, unit, metric_type, task in (
-            ("loss", "loss", "nats", "loss", of_task),
-            ("accuracy", "accuracy", "%", "accuracy", of_task),
-            ("one_segment_accuracy", "accuracy of one segment alone", "%", "accuracy", None),
-        )
-    },
-    "pseudo_perplexity": ReportedMetric("pseudo-perplexity of a word", "", "", "perplexity", MLM),
+    "mlm_loss": Figure("MLM loss", "nats", "loss", MLM),
+    INITIAL_LOSS.removeprefix("eval_"): Figure("MLM loss before the first step", "nats", "loss"),
+    "perplexity": Figure("MLM perplexity", "", "perplexity", MLM),
+    "mlm_accuracy": Figure("MLM accuracy", "%", "accuracy", MLM),
+    "mlm_top_5_accuracy": Figure("MLM top-5 accuracy", "%", "accuracy", MLM),
 }
+for _task in PAIR_TASKS.values():
+    _of_pairs = ("text-classification", _task.name.capitalize())
+    ON_A_TEXT[f"{_task.key}_loss"] = Figure(f"{_task.short} loss", "nats", "loss", _of_pairs)
+    ON_A_TEXT[f"{_task.key}_accuracy"] = Figure(f"{_task.short} accuracy", "%", "accuracy", _of_pairs)
+    ON_A_TEXT[f"{_task.key}_one_segment_accuracy"] = Figure(
+        f"{_task.short} accuracy of one segment alone", "%", "accuracy"
+    )
+ON_A_TEXT["pseudo_perplexity"] = Figure("pseudo-perplexity of a word", "", "perplexity", MLM)
 
 # The accuracy on other minimal pairs than BLiMP's, as a figure of `d2l-bert evaluate`: of the pairs of a name.
 MINIMAL_PAIRS = "minimal_pairs_accuracy"
-OF_PAIRS = ReportedMetric("accuracy on minimal pairs", "", "%", "accuracy", ("text-classification", "Minimal pairs"))
+OF_PAIRS = Figure("accuracy on minimal pairs", "%", "accuracy", OF_MINIMAL_PAIRS)
+
+# An encoder whose vectors of different tokens have a mean cosine above this has collapsed. Trained models had 0.27 to
+# 0.73, and those that a high rate had made constant 0.9996 to 1 (benchmarks/LOG.md).
+COLLAPSED = 0.95
 
 
-def reported_metrics(metrics: dict) -> list[ReportedMetric]:
-    """The metrics that the card shows, as far as `metrics` (the content of metrics.json) has them."""
+def reported_metrics(metrics: dict) -> list[Figure]:
+    """The figures that the card shows, as far as `metrics` (the content of metrics.json) has them."""
     return [*own_metrics(metrics), *evaluated_metrics(metrics)]
 
 
-def own_metrics(metrics: dict) -> list[ReportedMetric]:
+def own_metrics(metrics: dict) -> list[Figure]:
     """As `reported_metrics`, but only the figures of the run itself: on held-out text, or on rows of a table."""
-    known = [metric._replace(key=f"eval_{figure}") for figure, metric in ON_A_TEXT.items()]
-    known += [
-        ReportedMetric(f"{split} {name.replace('_', ' ')}", f"{split}_{name}", unit, metric_type, ("", None))
-        for split in ("validation", "test")
-        for name in metrics.get("metrics_shown", [])
-        for metric_type, unit in [METRICS.get(name, (name, "1"))]
-    ]
-    return [metric for metric in known if metric.key in metrics]
+    known = [figure._replace(key=f"eval_{name}") for name, figure in ON_A_TEXT.items()]
+    for split in ("validation", "test"):
+        for name in metrics.get("metrics_shown", []):
+            figure = METRICS.get(name) or Figure(name.replace("_", " "), "1", name, OWN_TASK)
+            known.append(figure._replace(name=f"{split} {figure.name}", key=f"{split}_{name}"))
+    return [figure for figure in known if figure.key in metrics]
 
 
-def evaluated_metrics(metrics: dict) -> list[ReportedMetric]:
+def evaluated_metrics(metrics: dict) -> list[Figure]:
     """As `reported_metrics`, but only the figures that were measured after the run."""
-    found = []
-    for key in metrics:
-        on_text, tuned = OF_A_TEXT.fullmatch(key), FINETUNED.fullmatch(key)
-        if on_text and on_text["figure"] in ON_A_TEXT:
-            metric = ON_A_TEXT[on_text["figure"]]
-            name = f"{metric.name} on {shown(on_text['text'])}"
-            found.append(metric._replace(name=name, key=key, text=on_text["text"]))
-        elif on_text and on_text["figure"] == MINIMAL_PAIRS:
-            name = f"{OF_PAIRS.name} of {shown(on_text['text'])}"
-            found.append(OF_PAIRS._replace(name=name, key=key, text=on_text["text"]))
-        elif key == BLIMP and has_blimp(metrics):
-            paradigms = metrics.get("eval_blimp_paradigms")
-            of = "BLiMP" if paradigms in (None, 67) else f"BLiMP, {paradigms} of 67 paradigms"
-            task = ("text-classification", "Minimal pairs")
-            found.append(ReportedMetric(BLIMP_NAME, BLIMP, "%", "accuracy", task, of))
-        elif tuned and tuned["figure"] in METRICS:
-            metric_type, unit = METRICS[tuned["figure"]]
-            name = f"{tuned['task']}: {tuned['split']} {tuned['figure'].replace('_', ' ')}"
-            found.append(ReportedMetric(name, key, unit, metric_type, text=""))
-    return found
+    found = (_evaluated_figure(key, metrics) for key in metrics)
+    return [figure for figure in found if figure is not None]
+
+
+def _evaluated_figure(key, metrics):
+    """The figure that a key of metrics.json stands for; None if it is none that was measured after the run."""
+    if key == BLIMP and has_blimp(metrics):
+        paradigms = metrics.get("eval_blimp_paradigms")
+        text = "BLiMP" if paradigms in (None, 67) else f"BLiMP, {paradigms} of 67 paradigms"
+        return Figure(BLIMP_NAME, "%", "accuracy", OF_MINIMAL_PAIRS, key, text)
+    if on_text := OF_A_TEXT.fullmatch(key):
+        text = on_text["text"]
+        if figure := ON_A_TEXT.get(on_text["figure"]):
+            return figure._replace(name=f"{figure.name} on {shown(text)}", key=key, text=text)
+        if on_text["figure"] == MINIMAL_PAIRS:
+            return OF_PAIRS._replace(name=f"{OF_PAIRS.name} of {shown(text)}", key=key, text=text)
+    if tuned := FINETUNED.fullmatch(key):
+        if figure := METRICS.get(tuned["figure"]):
+            name = f"{tuned['task']}: {tuned['split']} {figure.name}"
+            return figure._replace(name=name, key=key, task=None, text="")
+    return None
 
 
 def has_blimp(metrics: dict) -> bool:
@@ -171,25 +172,31 @@ def of_knowing_nothing(metrics: dict) -> dict[str, float]:
     Args:
         metrics: the content of metrics.json; its `eval_token_entropy` is the MLM loss of such a model.
     """
-    entropy = metrics.get("eval_token_entropy")
-    found = {
-        f"{split}_{name}": value
-        for split, known in metrics.get("know_nothing", {}).items()
-        for name, value in (known or {"figures": {}})["figures"].items()
-    }
+    found = {}
+    for split, known in metrics.get("know_nothing", {}).items():
+        for name, value in known["figures"].items() if known else ():
+            found[f"{split}_{name}"] = value
     for task in PAIR_TASKS:
-        found |= {f"eval_{task}_loss": math.log(2), f"eval_{task}_accuracy": 0.5}
-    return found | ({"eval_mlm_loss": entropy, "eval_perplexity": math.exp(entropy)} if entropy else {})
+        found[f"eval_{task}_loss"] = math.log(2)
+        found[f"eval_{task}_accuracy"] = 0.5
+    if entropy := metrics.get("eval_token_entropy"):
+        found["eval_mlm_loss"] = entropy
+        found["eval_perplexity"] = math.exp(entropy)
+    return found
 
 
 def formatted(value: float, unit: str) -> str:
-    """The value of a metric as the card's text shows it."""
-    return {"nats": f"{value:.3f} nats", "%": f"{100 * value:.1f} %", "1": f"{value:.4f}"}.get(unit, f"{value:,.1f}")
+    """The value of a figure as the card's text shows it."""
+    if unit == "nats":
+        return f"{value:.3f} nats"
+    if unit == "%":
+        return f"{100 * value:.1f} %"
+    return f"{value:.4f}" if unit == "1" else f"{value:,.1f}"
 
 
 def shown_metric(name: str, value: float) -> str:
     """The value of a metric for a table: in percent, or with four decimals."""
-    return formatted(value, METRICS.get(name, ("", "1"))[1])
+    return formatted(value, METRICS[name].unit if name in METRICS else "1")
 
 
 def no_better(metrics: dict, split: str) -> str:
@@ -219,23 +226,40 @@ def results_table(metrics: dict, splits: dict[str, dict]) -> str:
         metrics: the content of metrics.json.
         splits: by the name of a split the `name` of its data and its number of `rows`.
     """
-    names, kept, lines = metrics["metrics_shown"], metrics["kept_seed"], []
-    for split, means in metrics["mean"].items():
-        rows = {f"seed {of['seed']}": of[split] for of in metrics["seeds"]}
-        if len(rows) > 1:
-            rows = {f"{label}{' (kept)' * (label == f'seed {kept}')}": row for label, row in rows.items()}
-            rows |= {"mean": means, "sd": metrics["sd"][split]}
-        table = [["", *names]]
-        table += [[label, *(shown_metric(name, row[name]) for name in names)] for label, row in rows.items()]
-        widths = [max(map(len, column)) + 3 for column in zip(*table, strict=True)]
-        lines += [
-            f"{split}: {counted(splits[split]['rows'], 'row')} of {splits[split]['name']}; "
-            f"{metrics['unknown_share'][split]:.1%} of the characters in [UNK]"
-            f"{'; they chose the model, which is worse on new rows' if split == 'validation' else ''}",
-            *("".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in table),
-        ]
+    lines = []
+    for split in metrics["mean"]:
+        rows = counted(splits[split]["rows"], "row")
+        unknown = f"{metrics['unknown_share'][split]:.1%} of the characters in [UNK]"
+        warning = "; they chose the model, which is worse on new rows" if split == "validation" else ""
+        lines.append(f"{split}: {rows} of {splits[split]['name']}; {unknown}{warning}")
+        lines += aligned(_rows_of_seeds(metrics, split))
         if metrics["f1_of"]:
             lines.append(f"  f1 is that of the class {metrics['f1_of']!r}")
         if comparison := no_better(metrics, split):
             lines.append(f"  {comparison}")
     return "\n".join(lines)
+
+
+def _rows_of_seeds(metrics, split):
+    """The cells of a table: a column for each metric; a row for each seed, and for mean and deviation of several."""
+    results = {f"seed {result['seed']}": result[split] for result in metrics["seeds"]}
+    if len(results) > 1:
+        kept = f"seed {metrics['kept_seed']}"
+        results = {f"{label} (kept)" if label == kept else label: result for label, result in results.items()}
+        results["mean"] = metrics["mean"][split]
+        results["sd"] = metrics["sd"][split]
+    names = metrics["metrics_shown"]
+    table = [["", *names]]
+    for label, result in results.items():
+        table.append([label, *(shown_metric(name, result[name]) for name in names)])
+    return table
+
+
+def aligned(table: list[list[str]]) -> list[str]:
+    """The lines of a table, each column as wide as its longest cell and three letters more, flush right."""
+    widths = [max(map(len, column)) + 3 for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = [f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)]
+        lines.append("".join(cells))
+    return lines

@@ -52,7 +52,8 @@ def code(text: object, in_table: bool = True) -> str:
         return f"<code>{cell(line)}</code>"
     fence = "`" * (1 + _longest_run(line))
     space = " " if "`" in line or not line else ""
-    return f"{fence}{space}{line.replace('|', chr(92) + '|') if in_table else line}{space}{fence}"
+    content = line.replace("|", "\\|") if in_table else line
+    return f"{fence}{space}{content}{space}{fence}"
 
 
 def fenced(language: str, text: str) -> str:
@@ -87,13 +88,14 @@ def without_code(text: str) -> str:
     The time grows with the length of the text alone: one pattern for both would look for the end of each run of
     backticks again.
     """
-    kept, paragraph, fence = [], [], ""
+    kept = []
+    paragraph = []
+    fence = ""
     for line in text.split("\n"):
         opening = FENCE.match(line)
         if fence:
-            marks = line.strip()
-            is_end = len(marks) >= len(fence) and set(marks) == {fence[0]} and not line.startswith("    ")
-            fence = "" if is_end else fence
+            if _ends(line, fence):
+                fence = ""
         elif opening or not line.strip():  # a span of code ends with its paragraph
             kept.append(_without_spans("\n".join(paragraph)))
             paragraph = []
@@ -103,24 +105,38 @@ def without_code(text: str) -> str:
     return "\n".join([*kept, _without_spans("\n".join(paragraph))])
 
 
+def _ends(line, fence):
+    """Whether a line ends a block of code that this fence began."""
+    marks = line.strip()
+    return len(marks) >= len(fence) and set(marks) == {fence[0]} and not line.startswith("    ")
+
+
 def _without_spans(text):
     """A paragraph without its spans of code: each from a run of backticks to the next one of the same length."""
     runs = list(re.finditer(r"(?<!\\)(\\*)(`+)", text))  # with the backslashes before them
-    nexts, last_of = [None] * len(runs), {}  # of each run the next one of its length
-    for number in range(len(runs) - 1, -1, -1):
-        length = len(runs[number][2])
-        nexts[number] = last_of.get(length)
-        last_of[length] = number
-    kept, place, number = [], 0, 0
-    while number < len(runs):
-        run, end = runs[number], nexts[number]
+    ends = _next_of_same_length(runs)
+    kept = []
+    place = 0  # in the text, behind the last span
+    for number, run in enumerate(runs):
+        is_in_a_span = run.start(2) < place
         is_escaped = len(run[1]) % 2 == 1
-        if end is None or is_escaped:
-            number += 1
-        else:
-            kept.append(text[place : run.start(2)])
-            place, number = runs[end].end(), end + 1
+        end = ends[number]
+        if is_in_a_span or is_escaped or end is None:
+            continue
+        kept.append(text[place : run.start(2)])
+        place = end.end()
     return "".join([*kept, text[place:]])
+
+
+def _next_of_same_length(runs):
+    """Of each run of backticks the next one of the same length, or None."""
+    ends = [None] * len(runs)
+    last_of = {}
+    for number in reversed(range(len(runs))):
+        length = len(runs[number][2])
+        ends[number] = last_of.get(length)
+        last_of[length] = runs[number]
+    return ends
 
 
 def _inert(sign):
@@ -140,7 +156,9 @@ def _shell_word(word):
 
 def _escape(character):
     """The character as JSON, JavaScript and Python's text write it, beyond the first 65,536 in two halves."""
-    return json.dumps(character[0])[1:-1] if ord(character[0]) > 0xFFFF else f"\\u{ord(character[0]):04x}"
+    if ord(character[0]) > 0xFFFF:
+        return json.dumps(character[0])[1:-1]
+    return f"\\u{ord(character[0]):04x}"
 
 
 def _longest_run(text):

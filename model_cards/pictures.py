@@ -30,14 +30,15 @@ def plot_curves(rows: list[dict], path: Path) -> None:
     rows = sorted(rows, key=lambda row: row["step"])
     # The axis counts finished steps. A stage whose first step is n begins when n - 1 steps are finished.
     stages = [row["step"] - 1 for row in rows if row.get("event") == "stage"]
-    task = pair_task(name for row in rows for name in row)
-    losses = {"mlm": "masked language model"} | ({task.key: task.name} if task else {})
-    panels = {
-        f"{name}: loss (nats)": {"training": f"{key}_loss", "held out": f"eval_{key}_loss"}
-        for key, name in losses.items()
-    }
-    accuracies = {name: f"eval_{key}_accuracy" for key, name in losses.items()}
-    figure = panels_of_curves(rows, {**panels, "held-out accuracy (%)": accuracies})
+    task = pair_task(set().union(*rows))
+    losses = {"mlm": "masked language model"}
+    if task:
+        losses[task.key] = task.name
+    panels = {}
+    for key, name in losses.items():
+        panels[f"{name}: loss (nats)"] = {"training": f"{key}_loss", "held out": f"eval_{key}_loss"}
+    panels["held-out accuracy (%)"] = {name: f"eval_{key}_accuracy" for key, name in losses.items()}
+    figure = panels_of_curves(rows, panels)
     if task:
         figure.axes[1].axhline(math.log(2), linestyle=":", color="0.5", label="chance (ln 2)")
     for panel in figure.axes:
@@ -59,11 +60,14 @@ def panels_of_curves(rows: list[dict], panels: dict[str, dict[str, str]]):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11 / 3 * len(panels), 4), layout="constrained")
-    for panel, (title, curves) in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels.items(), strict=True):
+    places = np.atleast_1d(figure.subplots(1, len(panels)))
+    for panel, (title, curves) in zip(places, panels.items(), strict=True):
         unit = 100 if title.endswith("(%)") else 1
         for name, key in curves.items():
-            points = np.array([(row["step"], unit * row[key]) for row in rows if key in row]).reshape(-1, 2)
-            panel.plot(*points.T, label=name, **({"color": "0.7"} if name == "training" else {"marker": "o"}))
+            steps = [row["step"] for row in rows if key in row]
+            values = [unit * row[key] for row in rows if key in row]
+            style = {"color": "0.7"} if name == "training" else {"marker": "o"}
+            panel.plot(steps, values, label=name, **style)
         panel.set_title(title, fontsize=10)
         panel.set_xlabel("optimizer step")
         if unit == 100:  # the whole axis, so that one row of few does not look like a collapse
@@ -85,7 +89,7 @@ def plot_finetuning(rows: list[dict], metric: str, title: str, path: Path) -> No
 
     panels = {"loss": {"training": "loss", "validation": "eval_loss"}}
     if metric != "loss" and any("eval_loss" in row for row in rows):
-        unit = " (%)" if METRICS[metric][1] == "%" else ""
+        unit = " (%)" if METRICS[metric].unit == "%" else ""
         panels[metric.replace("_", " ") + unit] = {"validation": f"eval_{metric}"}
     with matplotlib.rc_context(AS_TEXT):
         figure = panels_of_curves(rows, panels)
@@ -115,10 +119,13 @@ def plot_confusion(true, predicted, names: list[str], rows_name: str, path: Path
 
     if len(names) > MOST_CLASSES or np.ndim(true) == 2 or not set(true) <= set(names):
         return ""
-    shown, caption = [shortened(name, 24) for name in names], f"Confusion matrix on {rows_name}"
-    known = font_manager.get_font(font_manager.findfont(font_manager.FontProperties())).get_charmap()
-    if any(ord(letter) not in known for letter in "".join(shown)):  # matplotlib's font has no CJK, among others
-        shown, caption = list(range(len(names))), f"{caption}; classes by their numbers in config.json"
+    shown = [shortened(name, 24) for name in names]
+    caption = f"Confusion matrix on {rows_name}"
+    default_font = font_manager.findfont(font_manager.FontProperties())
+    drawn = font_manager.get_font(default_font).get_charmap()
+    if any(ord(letter) not in drawn for letter in "".join(shown)):  # matplotlib's font has no CJK, among others
+        shown = list(range(len(names)))
+        caption += "; classes by their numbers in config.json"
     share = np.mean([one == other for one, other in zip(true, predicted, strict=True)])
     side = max(5.0, 2.5 + 0.5 * len(names))  # inches
     with matplotlib.rc_context(AS_TEXT):

@@ -55,7 +55,9 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
     if config.dry_run:  # before the card is checked: it may lack no more than a licence
         report_files(folder, files)
     checks.check_card(folder, config.license)
-    return "complete; nothing was sent" if config.dry_run else send(files, repo_id, config, tag_of(files))
+    if config.dry_run:
+        return "complete; nothing was sent"
+    return send(files, repo_id, config, tag_of(files))
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -66,10 +68,16 @@ def check_repo_id(repo_id: str) -> None:
 
 def report_files(folder: Path, files: dict[str, Path | bytes]) -> None:
     """Report the files to send, with sizes, and what else is in the folder."""
-    sizes = {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files.items()}
-    stays = sorted({path.name for path in folder.iterdir()} - {name.partition("/")[0] for name in files})
-    lines = [f"  {size:>13,} bytes  {name}" for name, size in sizes.items()]
-    lines += [f"  {sum(sizes.values()):>13,} bytes in all", f"stays here: {', '.join(stays) or 'nothing'}"]
+    lines = []
+    total = 0
+    for name, file in files.items():
+        size = len(file) if isinstance(file, bytes) else file.stat().st_size
+        lines.append(f"  {size:>13,} bytes  {name}")
+        total += size
+    lines.append(f"  {total:>13,} bytes in all")
+    sent = {name.partition("/")[0] for name in files}
+    stays = sorted({path.name for path in folder.iterdir()} - sent)
+    lines.append(f"stays here: {', '.join(stays) or 'nothing'}")
     report.info("\n".join(lines))
 
 
@@ -89,10 +97,9 @@ def outgoing(folder: Path, license: str | None) -> dict[str, Path | bytes]:
 
 def tag_of(files: dict[str, Path | bytes]) -> str:
     """The tag of the commit with these files: `model-` and 12 digits of a hash of their names and contents."""
-    hashes = {
-        name: folders.content_hash(file) if isinstance(file, Path) else hashlib.sha256(file).hexdigest()
-        for name, file in files.items()
-    }
+    hashes = {}
+    for name, file in files.items():
+        hashes[name] = hashlib.sha256(file).hexdigest() if isinstance(file, bytes) else folders.content_hash(file)
     return f"model-{folders.short_hash(hashes)[:12]}"
 
 
@@ -120,14 +127,10 @@ def send(files: dict[str, Path | bytes], repo_id: str, config: PublishConfig, ta
         repo_id = repository.id
         if config.revision and not config.create_pr:
             api.create_branch(repo_id, branch=config.revision, exist_ok=True)
-        files |= {cards.CARD_FILE: addressed(files[cards.CARD_FILE].decode(), repo_id, revision).encode()}
-        add = [CommitOperationAdd(name, str(file) if isinstance(file, Path) else file) for name, file in files.items()]
-        there = {file.rfilename for file in api.model_info(repo_id, revision=config.revision).siblings or []}
-        # Files of an earlier commit of this package would stand beside weights that they do not belong to.
-        old = [name for name in there - files.keys() if any(fnmatchcase(name, each) for each in checks.WRITTEN)]
+        card = addressed(files[cards.CARD_FILE].decode(), repo_id, revision)
         commit = api.create_commit(
             repo_id,
-            [*add, *(CommitOperationDelete(name) for name in old)],
+            operations(api, repo_id, config.revision, {**files, cards.CARD_FILE: card.encode()}),
             commit_message=config.commit_message or f"Model and card, by d2l-bert {version('d2l-bert')}",
             revision=config.revision,
             create_pr=config.create_pr,
@@ -142,6 +145,22 @@ def send(files: dict[str, Path | bytes], repo_id: str, config: PublishConfig, ta
     return f"published: {api.endpoint}/{repo_id} ({kind}), revision {revision or 'main'}; its card says how to load it"
 
 
+def operations(api: HfApi, repo_id: str, revision: str | None, files: dict[str, Path | bytes]) -> list:
+    """
+    The operations of a commit: it adds the files, and deletes those of an earlier commit of this package.
+
+    The earlier ones would stand beside weights that they do not belong to.
+    """
+    found = []
+    for name, file in files.items():
+        found.append(CommitOperationAdd(name, file if isinstance(file, bytes) else str(file)))
+    there = {file.rfilename for file in api.model_info(repo_id, revision=revision).siblings or []}
+    for name in there - files.keys():
+        if any(fnmatchcase(name, pattern) for pattern in checks.WRITTEN):
+            found.append(CommitOperationDelete(name))
+    return found
+
+
 def addressed(content: str, repo_id: str, revision: str | None) -> str:
     """
     A card whose examples load the model from a repository; its metadata name the repository.
@@ -153,14 +172,18 @@ def addressed(content: str, repo_id: str, revision: str | None) -> str:
     Args:
         revision: the tag or branch to name in the examples; None for none.
     """
-    card, pin = ModelCard(content), f', revision="{revision}"' if revision else ""
+    card = ModelCard(content)
     if card.data.model_name is None:
         return content
 
-    def loading(call):
-        return f'{call[1]}"{repo_id}"{pin + call[2] if call[2] else ""}'
+    pin = f', revision="{revision}"' if revision else ""
 
-    starts, name = r"(from_pretrained\(|model=|pipeline\(\"[\w-]+\", )", re.escape(cards.quoted(card.data.model_name))
+    def loading(call):
+        start, trust = call.groups()
+        return f'{start}"{repo_id}"{pin}{trust}' if trust else f'{start}"{repo_id}"'
+
+    starts = r"(from_pretrained\(|model=|pipeline\(\"[\w-]+\", )"
+    name = re.escape(cards.quoted(card.data.model_name))
     card.text = re.sub(rf'{starts}{name}(?:, revision="[^"]*")?(, trust_remote_code=True)?', loading, card.text)
     card.data.model_name = repo_id
     return card.content
@@ -182,10 +205,10 @@ def hub_errors(repo_id: str, again: str = AGAIN) -> Iterator[None]:
         if reason is None:
             raise
         status = getattr(getattr(reason, "response", None), "status_code", "")
-        said = f"{status} {getattr(reason, 'server_message', None) or str(reason) or type(reason).__name__}"
+        said = getattr(reason, "server_message", None) or str(reason) or type(reason).__name__
         if isinstance(reason, errors.LocalTokenNotFoundError) or status in (401, 403):
             again = "log in with `hf auth login`, or set HF_TOKEN: no token, or not the right one"
-        said = " ".join(said.split())
+        said = " ".join(f"{status} {said}".split())
         raise UserError(f"{repo_id}: {constants.ENDPOINT} refuses, or cannot be reached ({said}); {again}") from None
 
 
@@ -230,7 +253,9 @@ def publish_run(folder: Path, repo_id: str, license: str, public: bool) -> str:
     Raises:
         UserError: a model cannot be sent; the folder is complete all the same.
     """
-    command = ["d2l-bert", "publish", str(folder), repo_id, *(["--public"] if public else [])]
+    command = ["d2l-bert", "publish", str(folder), repo_id]
+    if public:
+        command.append("--public")
     with explained(f"the model is complete in {folder}, and {shlex.join(command)} sends it", "", UserError):
         for saved in sorted(folder.glob("chck_*")):
             publish(saved, repo_id, PublishConfig(revision=saved.name, license=license))

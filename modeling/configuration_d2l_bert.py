@@ -10,8 +10,15 @@ ACTIVATIONS = ("relu", "gelu")
 # The limits of `initializer_range` and `layer_norm_eps`. Below 2^-126 a float32 loses digits or becomes 0. With
 # weights of about 50, attention scores exceed 1e6 and are rounded by 1 or more. The backward pass computes them again
 # in another order, and finds probabilities that overflow. PyTorch's own initial weights are about 1.
-SMALLEST, LARGEST = 2.0**-126, 10.0
+SMALLEST = 2.0**-126
+LARGEST = 10.0
 PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
+
+# Fields that count something.
+SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    *("max_position_embeddings", "type_vocab_size", "num_labels"),
+)
 
 # Keyword arguments that every configuration of Transformers takes, besides the dataclass fields.
 _COMMON_ARGUMENTS = {
@@ -91,32 +98,17 @@ class D2lBertConfig(PreTrainedConfig):
 
     def check(self) -> None:
         """Raise ValueError if a value is out of range, or if values contradict each other."""
-        rules = {
-            "a whole number of at least 1": (
-                lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 1,
-                *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
-                *("max_position_embeddings", "type_vocab_size", "num_labels"),
-            ),
-            "a probability of at least 0 and below 1": (
-                lambda value: _is_number(value) and 0 <= value < 1,
-                *("hidden_dropout_prob", "attention_probs_dropout_prob"),
-                *(() if self.classifier_dropout is None else ("classifier_dropout",)),
-            ),
-            f"between {SMALLEST:.1e} and {LARGEST:g}": (
-                lambda value: _is_number(value) and SMALLEST <= value <= LARGEST,
-                *("initializer_range", "layer_norm_eps"),
-            ),
-            "True or False": (
-                lambda value: isinstance(value, bool),
-                *("embedding_layer_norm", "tie_word_embeddings"),
-            ),
-            f"one of {', '.join(ACTIVATIONS)}": (lambda value: value in ACTIVATIONS, "hidden_act"),
-            f"one of {', '.join(PROBLEM_TYPES)}": (lambda value: value in (None, *PROBLEM_TYPES), "problem_type"),
-        }
-        for wanted, (is_right, *names) in rules.items():
-            for name in names:
-                if not is_right(getattr(self, name)):
-                    raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+        self._require(SIZES, _is_size, "a whole number of at least 1")
+        probabilities = ["hidden_dropout_prob", "attention_probs_dropout_prob"]
+        if self.classifier_dropout is not None:
+            probabilities.append("classifier_dropout")
+        self._require(probabilities, _is_probability, "a probability of at least 0 and below 1")
+        between = f"between {SMALLEST:.1e} and {LARGEST:g}"
+        self._require(["initializer_range", "layer_norm_eps"], _is_in_range, between)
+        self._require(["embedding_layer_norm", "tie_word_embeddings"], _is_truth, "True or False")
+        self._require(["hidden_act"], ACTIVATIONS.__contains__, f"one of {', '.join(ACTIVATIONS)}")
+        problems = (None, *PROBLEM_TYPES)
+        self._require(["problem_type"], problems.__contains__, f"one of {', '.join(PROBLEM_TYPES)}")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads "
@@ -125,9 +117,32 @@ class D2lBertConfig(PreTrainedConfig):
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
             raise ValueError(f"pad_token_id ({self.pad_token_id}) must lie within the vocabulary ({self.vocab_size})")
 
+    def _require(self, names, is_right, wanted):
+        """Raise ValueError unless the value of each of these fields is right; `wanted` says in words what that is."""
+        for name in names:
+            value = getattr(self, name)
+            if not is_right(value):
+                raise ValueError(f"{name} must be {wanted}, got {value!r}")
+
 
 def _is_number(value):
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_size(value):
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_probability(value):
+    return _is_number(value) and 0 <= value < 1
+
+
+def _is_in_range(value):
+    return _is_number(value) and SMALLEST <= value <= LARGEST
+
+
+def _is_truth(value):
+    return isinstance(value, bool)
 
 
 __all__ = ["D2lBertConfig"]

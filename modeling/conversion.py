@@ -16,9 +16,9 @@ import transformers
 from huggingface_hub import snapshot_download
 from transformers import BertConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from d2l_bert.messages import READ_ERRORS, UserError, explained, refuse_first
+from d2l_bert.messages import READ_ERRORS, UserError, explained
 from d2l_bert.records import check_type
-from d2l_bert.tokenization import model_files
+from d2l_bert.tokenization import model_files, weight_files
 from d2l_bert.tokenization.model_files import without_log_messages
 
 from . import modeling_d2l_bert
@@ -99,7 +99,7 @@ def check_sizes(model_class, name: str, config: PreTrainedConfig, pickles: bool 
         UserError: the weights cannot be in the file, or one is there in whole numbers, or in others that are no
             weights.
     """
-    stored = model_files.stored_weights(name, pickles)
+    stored = weight_files.stored_weights(name, pickles)
     if not stored:
         return  # Transformers says which files it looks for
     way_out = "put back the config.json that was saved with the weights"
@@ -122,7 +122,7 @@ def check_sizes(model_class, name: str, config: PreTrainedConfig, pickles: bool 
     names = {weight.removeprefix(prefix) for weight, _ in model.named_parameters(remove_duplicate=False)}
     for weight, (_, kind) in stored.items():
         of_today = weight.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-        if kind not in model_files.KINDS_OF_WEIGHTS and of_today.removeprefix(prefix) in names:
+        if kind not in weight_files.KINDS_OF_WEIGHTS and of_today.removeprefix(prefix) in names:
             raise UserError(f"its weight {weight} holds numbers of the kind {kind}; save the model in float32")
 
 
@@ -243,25 +243,31 @@ def example_inputs(model: torch.nn.Module, rows: int = 8) -> dict[str, torch.Ten
     Random token ids in two segments (rows, at most 48), always the same; each row ends in some padding. For multiple
     choice they are the choices of one row (1, rows, at most 48).
     """
-    config, generator = model.config, torch.Generator().manual_seed(0)
+    config = model.config
+    generator = torch.Generator().manual_seed(0)
     length = min(48, config.max_position_embeddings)
     ids = torch.randint(config.vocab_size, (rows, length), generator=generator)
-    places, ends = torch.arange(length), torch.randint(1, length + 1, (rows, 1), generator=generator)
+    places = torch.arange(length)
+    ends = torch.randint(1, length + 1, (rows, 1), generator=generator)
     segments = (places >= ends // 2).long() * (config.type_vocab_size > 1)
     inputs = {"input_ids": ids, "attention_mask": (places < ends).long(), "token_type_ids": segments}
-    of_choices = {name: tensor[None] for name, tensor in inputs.items()}
-    return of_choices if type(model).__name__.endswith("ForMultipleChoice") else inputs
+    if type(model).__name__.endswith("ForMultipleChoice"):
+        return {name: tensor[None] for name, tensor in inputs.items()}
+    return inputs
 
 
 @torch.no_grad()
 def largest_difference(model: torch.nn.Module, other) -> float:
     """The largest difference of the outputs of `other` from the model's, for `example_inputs`, padding left out."""
-    inputs, differences = example_inputs(model), []
-    outputs, is_real = model(**inputs), inputs["attention_mask"].bool()
+    inputs = example_inputs(model)
+    is_real = inputs["attention_mask"].bool()
+    outputs = model(**inputs)
+    differences = []
     for name, output in other(**inputs).items():
         difference = (outputs[name] - output).abs()
-        is_of_tokens = difference.shape[:2] == is_real.shape
-        differences.append(float((difference[is_real] if is_of_tokens else difference).max()))
+        if difference.shape[:2] == is_real.shape:  # a row of each token
+            difference = difference[is_real]
+        differences.append(float(difference.max()))
     return max(differences)
 
 
@@ -329,11 +335,14 @@ def read_model(
     """
     config = read_config(name)
     wanted = " or ".join(kind.model_type for kind in kinds)
-    refuse_first({f"it is a {config.model_type} model; give a {wanted} one": not isinstance(config, kinds)})
-    library, prefix = modeling_d2l_bert, "D2l"
+    if not isinstance(config, kinds):
+        raise UserError(f"it is a {config.model_type} model; give a {wanted} one")
+    library = modeling_d2l_bert
+    prefix = "D2l"
     if isinstance(config, BertConfig):
         our_config(config)  # refuses an architecture that d2l-bert lacks, before gigabytes of weights are read
-        library, prefix = transformers, ""
+        library = transformers
+        prefix = ""
     saved = (config.architectures or [""])[0].removeprefix("D2l")
     is_certain = saved not in dict(PRETRAINED) and hasattr(modeling_d2l_bert, f"D2l{saved}")
     for kind, options in [(saved, {})] if is_certain else PRETRAINED:
@@ -344,15 +353,14 @@ def read_model(
             break
     else:
         raise UserError(f"the model has no weights for {min(missing)}; save the model again with save_pretrained")
-    refuse_first(
-        {
-            f"the checkpoint has a weight {weight}, which does not exist in the model of config.json; put back the "
-            f"config.json that was saved with the weights": re.match(r"(bert\.)?(encoder\.layer|embeddings)\.", weight)
-            for weight in sorted(unused)
-        }
-    )
+    for weight in sorted(unused):
+        if re.match(r"(bert\.)?(encoder\.layer|embeddings)\.", weight):
+            raise UserError(
+                f"the checkpoint has a weight {weight}, which does not exist in the model of config.json; put back "
+                f"the config.json that was saved with the weights"
+            )
     # The weights of a head that lacks others: the classes without this head pass over them in silence.
-    unused |= {weight for weight in model_files.stored_weights(name) if HEAD_WEIGHT.match(weight)} - _names_in(model)
+    unused |= {weight for weight in weight_files.stored_weights(name) if HEAD_WEIGHT.match(weight)} - _names_in(model)
     return from_bert(model) if library is transformers else model, sorted(unused)
 
 
@@ -372,17 +380,12 @@ def our_config(config: BertConfig) -> D2lBertConfig:
     """
     positions = getattr(config, "position_embedding_type", None) or "absolute"
     way_out = "which d2l-bert cannot express; give another BERT"
-    refuse_first(
-        {
-            f"this BERT is a decoder (is_decoder, add_cross_attention), {way_out}": (
-                config.is_decoder or config.add_cross_attention
-            ),
-            f"this BERT has {positions} position embeddings, not absolute ones, {way_out}": positions != "absolute",
-            f"this BERT has hidden_act {config.hidden_act}, not {' or '.join(ACTIVATIONS)}, {way_out}": (
-                config.hidden_act not in ACTIVATIONS
-            ),
-        }
-    )
+    if config.is_decoder or config.add_cross_attention:
+        raise UserError(f"this BERT is a decoder (is_decoder, add_cross_attention), {way_out}")
+    if positions != "absolute":
+        raise UserError(f"this BERT has {positions} position embeddings, not absolute ones, {way_out}")
+    if config.hidden_act not in ACTIVATIONS:
+        raise UserError(f"this BERT has hidden_act {config.hidden_act}, not {' or '.join(ACTIVATIONS)}, {way_out}")
     return D2lBertConfig(**{name: getattr(config, name) for name in SHARED_FIELDS}, embedding_layer_norm=True)
 
 
@@ -404,14 +407,11 @@ def to_bert(model: modeling_d2l_bert.D2lBertPreTrainedModel) -> PreTrainedModel:
     Raises:
         ValueError: stock BERT cannot express this model, or computes something else.
     """
-    refuse_first(
-        {
+    if not model.config.embedding_layer_norm:
+        raise UserError(
             "stock BERT cannot express this model: stock BERT normalises the sum of the embeddings, and this model "
-            "does not (embedding_layer_norm is false); write its ONNX files alone: d2l-bert export --onnx_only": (
-                not model.config.embedding_layer_norm
-            )
-        }
-    )
+            "does not (embedding_layer_norm is false); write its ONNX files alone: d2l-bert export --onnx_only"
+        )
     values = {name: getattr(model.config, name) for name in SHARED_FIELDS}
     for name in ("initializer_range", "layer_norm_eps"):  # stock BERT takes no whole number for them
         values[name] = float(values[name])
@@ -432,8 +432,8 @@ def _converted(model, other_class, config, back):
     converted, *_ = load_and_compare(other_class, None, config=config, state_dict=state, dtype=model.dtype, **options)
     # In float64, where no difference is one of rounding.
     difference = largest_difference(copy.deepcopy(model).double(), copy.deepcopy(converted).double())
-    changes = f"the outputs of the converted model differ by {difference:.1e}; use the model as it is"
-    refuse_first({changes: not difference < 1e-6})
+    if not difference < 1e-6:  # NaN is not
+        raise UserError(f"the outputs of the converted model differ by {difference:.1e}; use the model as it is")
     return converted
 
 
@@ -498,11 +498,14 @@ def longest_input(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
         model: the encoder, with or without heads; its weights are not read, and may be on the device `meta`.
     """
     limits = [min(int(tokenizer.model_max_length), NO_LIMIT)]
-    if (positions := getattr(model.config, "max_position_embeddings", None) or -1) > 0:
-        tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
+    positions = getattr(model.config, "max_position_embeddings", None) or 0
+    if positions > 0:
         # RoBERTa and its kin count positions from the id of the padding token on, plus 1; their tables know this id.
-        unused = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
-        limits.append(positions - max(unused, default=0))
+        unused = 0
+        for name, module in model.named_modules():
+            if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+                unused = max(unused, module.padding_idx + 1)
+        limits.append(positions - unused)
     return min(limits)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import BertConfig
 
-from d2l_bert.messages import explained, reading_model, refuse_first
+from d2l_bert.messages import UserError, explained, reading_model
 from d2l_bert.tokenization.existing_tokenizers import has_tokenizer, read_tokenizer
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 
@@ -38,8 +38,10 @@ def convert(
             differ; an argument that belongs to a d2l model is missing, or there for another one.
     """
     is_from_d2l = source_kind == "d2l"
-    needed = "--from d2l needs --num_attention_heads N, and may have --vocab; other conversions have neither"
-    refuse_first({needed: is_from_d2l != bool(num_attention_heads) or (vocabulary and not is_from_d2l)})
+    if is_from_d2l != bool(num_attention_heads) or (vocabulary and not is_from_d2l):
+        raise UserError(
+            "--from d2l needs --num_attention_heads N, and may have --vocab; other conversions have neither"
+        )
     unused = []
     if not is_from_d2l:
         with reading_model(source):
@@ -61,9 +63,9 @@ def convert(
         if "bert" in (source_kind, target_kind):
             conversion.copy_sentence_transformer(source, folder)
     name = "d2l BERTModel" if target_kind == "d2l" else type(model).__name__
-    said = {
-        f"a {name} of {model.num_parameters():,} parameters": True,
-        f"left out, as a {name} has no such weights: {', '.join(unused)}": unused,
-        "the source brings no tokenizer, so there is none": not tokenizer,
-    }
-    return "\n".join(line for line, holds in said.items() if holds)
+    said = [f"a {name} of {model.num_parameters():,} parameters"]
+    if unused:
+        said.append(f"left out, as a {name} has no such weights: {', '.join(unused)}")
+    if not tokenizer:
+        said.append("the source brings no tokenizer, so there is none")
+    return "\n".join(said)

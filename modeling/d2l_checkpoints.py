@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from d2l_bert.messages import READ_ERRORS, UserError, explained, refuse_first, shortened
+from d2l_bert.messages import READ_ERRORS, UserError, explained, shortened
 from d2l_bert.tokenization.wordpiece import pieces
 
 from .configuration_d2l_bert import D2lBertConfig
@@ -138,36 +138,34 @@ def from_d2l(
         *(LookupError, RuntimeError),
     ):
         embedding = state["encoder.token_embedding.weight"]
-        refuse_first(
-            {
-                f"the vocabulary has {len(tokens or [])} tokens and the model has {embedding.shape[0]}; give the "
-                f"vocabulary that the model was trained with": tokens and len(tokens) != embedding.shape[0]
-            }
-        )
+        if tokens and len(tokens) != embedding.shape[0]:
+            raise UserError(
+                f"the vocabulary has {len(tokens)} tokens and the model has {embedding.shape[0]}; give the vocabulary "
+                f"that the model was trained with"
+            )
+        layers = sum(name.endswith("attention.W_q.weight") for name in state)
+        intermediate_size = state["encoder.blks.0.ffn.dense1.weight"].shape[0]
+        positions = state[POSITIONS].shape[1]
+        segments = state["encoder.segment_embedding.weight"].shape[0]
         config = D2lBertConfig(
             vocab_size=embedding.shape[0],
             hidden_size=embedding.shape[1],
-            num_hidden_layers=sum(name.endswith("attention.W_q.weight") for name in state),
+            num_hidden_layers=layers,
             num_attention_heads=num_attention_heads,
-            intermediate_size=state["encoder.blks.0.ffn.dense1.weight"].shape[0],
-            max_position_embeddings=state[POSITIONS].shape[1],
-            type_vocab_size=state["encoder.segment_embedding.weight"].shape[0],
+            intermediate_size=intermediate_size,
+            max_position_embeddings=positions,
+            type_vocab_size=segments,
             pad_token_id=tokens.index("<pad>") if tokens and "<pad>" in tokens else None,
         )
         if not any(name.endswith("attention.W_q.bias") for name in state):
-            state = state | {
-                name.replace("weight", "bias"): value.new_zeros(len(value))
-                for name, value in state.items()
-                if ".attention.W_" in name
-            }
-        refuse_first(
-            {
-                f"{name} would not come back as it was; save all weights in one precision": (
-                    value.dtype != embedding.dtype
-                )
-                for name, value in state.items()
-            }
-        )
+            biases = {}
+            for name, weight in state.items():
+                if ".attention.W_" in name:
+                    biases[name.replace("weight", "bias")] = weight.new_zeros(len(weight))
+            state = state | biases
+        for name, value in state.items():
+            if value.dtype != embedding.dtype:
+                raise UserError(f"{name} would not come back as it was; save all weights in one precision")
         model = D2lBertForPreTraining(config).to(embedding.dtype).eval()
         ours = _with_nsp_exchanged(state | {POSITIONS: state[POSITIONS].squeeze(0)})
         model.load_state_dict(renamed(ours, D2L_NAMES, back=True))
@@ -183,17 +181,18 @@ def to_d2l(model: D2lBertForPreTraining) -> dict[str, torch.Tensor]:
         UserError: the book's `BERTModel` cannot express this model, for the reason in the message.
     """
     config = model.config
-    cases = {
-        "it lacks the MLM head or the NSP head": not isinstance(model, D2lBertForPreTraining),
-        f"hidden_act is {config.hidden_act}, in the book relu": config.hidden_act != "relu",
-        "it normalises the embeddings, the book does not": config.embedding_layer_norm,
-        f"layer_norm_eps is {config.layer_norm_eps}, in the book 1e-05": config.layer_norm_eps != 1e-5,
-        f"it has {config.type_vocab_size} segment types, the book 2": config.type_vocab_size != 2,
-    }
-    refuse_first(
-        {f"{reason}; train a model with --recipe d2l": no for reason, no in cases.items()},
-        "d2l's BERTModel cannot express this model: ",
-    )
+    cannot = "d2l's BERTModel cannot express this model: "
+    way_out = "; train a model with --recipe d2l"
+    if not isinstance(model, D2lBertForPreTraining):
+        raise UserError(f"{cannot}it lacks the MLM head or the NSP head{way_out}")
+    if config.hidden_act != "relu":
+        raise UserError(f"{cannot}hidden_act is {config.hidden_act}, in the book relu{way_out}")
+    if config.embedding_layer_norm:
+        raise UserError(f"{cannot}it normalises the embeddings, the book does not{way_out}")
+    if config.layer_norm_eps != 1e-5:
+        raise UserError(f"{cannot}layer_norm_eps is {config.layer_norm_eps}, in the book 1e-05{way_out}")
+    if config.type_vocab_size != 2:
+        raise UserError(f"{cannot}it has {config.type_vocab_size} segment types, the book 2{way_out}")
     state = renamed(_with_nsp_exchanged(model.state_dict()), D2L_NAMES)
     return state | {POSITIONS: state[POSITIONS].unsqueeze(0)}
 
@@ -219,12 +218,11 @@ def write_d2l(model: D2lBertForPreTraining, tokenizer, folder: Path) -> None:
         return
     new_names = {getattr(tokenizer, role): name for role, name in D2L_SPECIAL_TOKENS.items()}
     tokens = [new_names.get(token, token) for token in pieces(tokenizer)]
-    refuse_first(
-        {
+    if len(set(tokens)) < len(tokens):
+        raise UserError(
             f"the vocabulary has an ordinary token with the name of a special token of d2l "
-            f"({', '.join(new_names.values())}); rename the token in tokenizer.json": len(set(tokens)) < len(tokens)
-        }
-    )
+            f"({', '.join(new_names.values())}); rename the token in tokenizer.json"
+        )
     tokens += [f"<unused-{index}>" for index in range(len(tokens), model.config.vocab_size)]
     (folder / "vocab.json").write_text(json.dumps(tokens))
 
@@ -247,7 +245,8 @@ def read_vocabulary(path: str | Path) -> list[str]:
         text = Path(path).read_text(encoding="utf-8-sig")
         tokens = json.loads(text) if Path(path).suffix == ".json" else text.removesuffix("\n").split("\n")
         is_list = isinstance(tokens, list) and all(token.strip() for token in tokens)
-        refuse_first({"a token is empty, or stands there twice": not is_list or len(set(tokens)) < len(tokens)})
+        if not is_list or len(set(tokens)) < len(tokens):
+            raise UserError("a token is empty, or stands there twice")
         return tokens
 
 
@@ -265,12 +264,11 @@ def d2l_tokenizer(tokens: list[str], max_length: int) -> PreTrainedTokenizerFast
         UserError: one of the five special tokens is missing.
     """
     missing = sorted({*D2L_SPECIAL_TOKENS.values()} - {*tokens})
-    refuse_first(
-        {
+    if missing:
+        raise UserError(
             f"the vocabulary has no {', '.join(missing)}, which the tokenizer needs; convert without a vocabulary to "
-            f"get the weights alone": missing
-        }
-    )
+            f"get the weights alone"
+        )
     ids = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     if all(token == token.lower() for token in tokens):

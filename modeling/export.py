@@ -20,7 +20,9 @@ from .config import TASKS, ExportConfig
 from .modeling_d2l_bert import D2lBertPreTrainedModel
 
 
-FLOAT, INT8 = "onnx/model.onnx", "onnx/model_quantized.onnx"  # where transformers.js looks for them
+# Where transformers.js looks for the two files.
+FLOAT = "onnx/model.onnx"
+INT8 = "onnx/model_quantized.onnx"
 
 
 def export(source: str, folder: Path, config: ExportConfig) -> tuple[str, dict, bool]:
@@ -56,18 +58,15 @@ def export(source: str, folder: Path, config: ExportConfig) -> tuple[str, dict, 
             conversion.save_model(pairs["model.safetensors"][1], folder)
             conversion.copy_sentence_transformer(source, folder)
         write_onnx(model, folder)
-        pairs |= {name: (model, OnnxModel(folder / name, model.config)) for name in (FLOAT, INT8)}
-        files = {
-            name: {"bytes": (folder / name).stat().st_size, "difference": conversion.largest_difference(*pair)}
-            for name, pair in pairs.items()
-        }
-    said = [
-        f"{type(model).__name__} of {model.num_parameters():,} parameters, for {task}",
-        *(
-            f"  {name:<26} {file['bytes']:>13,} bytes  outputs differ by at most {file['difference']:.1e}"
-            for name, file in files.items()
-        ),
-    ]
+        for name in (FLOAT, INT8):
+            pairs[name] = (model, OnnxModel(folder / name, model.config))
+        files = {}
+        said = [f"{type(model).__name__} of {model.num_parameters():,} parameters, for {task}"]
+        for name, (original, written) in pairs.items():
+            size = (folder / name).stat().st_size
+            difference = conversion.largest_difference(original, written)
+            files[name] = {"bytes": size, "difference": difference}
+            said.append(f"  {name:<26} {size:>13,} bytes  outputs differ by at most {difference:.1e}")
     return "\n".join(said), {"task": task, "files": files}, saved is not model
 
 
@@ -90,10 +89,13 @@ def read_for_task(name: str, task: str | None = None) -> tuple[D2lBertPreTrained
     with messages.reading_model(name):
         saved, _ = conversion.read_model(name)
     kind = type(saved).__name__
-    of_classes = {f"D2lBert{head}": task for task, head in TASKS.items()} | {"D2lBertForPreTraining": "fill-mask"}
+    of_classes = {f"D2lBert{head}": of_head for of_head, head in TASKS.items()}
+    of_classes["D2lBertForPreTraining"] = "fill-mask"
     saved_task = of_classes.get(kind)
-    task = task or saved_task
-    messages.refuse_first({f"{name}: a {kind} has no task in ONNX; give --task feature-extraction": task is None})
+    if task is None:
+        task = saved_task
+    if task is None:
+        raise messages.UserError(f"{name}: a {kind} has no task in ONNX; give --task feature-extraction")
     options = {"add_pooling_layer": saved.base_model.pooler is not None} if task == "feature-extraction" else {}
     model, missing, _ = conversion.load_and_compare(
         getattr(modeling_d2l_bert, f"D2lBert{TASKS[task]}"),
@@ -103,13 +105,11 @@ def read_for_task(name: str, task: str | None = None) -> tuple[D2lBertPreTrained
         dtype=torch.float32,
         **options,
     )
-    messages.refuse_first(
-        {
-            f"{name}: is a {kind}, without {weight}, which {task} needs; give --task "
-            f"{saved_task or 'feature-extraction'}": True
-            for weight in sorted(missing)
-        }
-    )
+    if missing:
+        raise messages.UserError(
+            f"{name}: is a {kind}, without {min(missing)}, which {task} needs; give --task "
+            f"{saved_task or 'feature-extraction'}"
+        )
     return model, saved.float() if saved_task == task else model, task
 
 
@@ -157,8 +157,13 @@ def write_onnx(model: D2lBertPreTrainedModel, folder: Path) -> None:
         quantizer = MatMulNBitsQuantizer(graph, bits=8, block_size=128, is_symmetric=True, nodes_to_exclude=others)
         quantizer.process()
         del graph.graph.value_info[:]  # shapes in between, some of them wrong: the next step infers them itself
-        in_7_bits = {"weight_type": QuantType.QInt8, "per_channel": True, "reduce_range": True}
-        quantize_dynamic(quantizer.model.model, folder / INT8, **in_7_bits)
+        quantize_dynamic(
+            quantizer.model.model,
+            folder / INT8,
+            weight_type=QuantType.QInt8,
+            per_channel=True,
+            reduce_range=True,  # 7 bits
+        )
 
 
 class OnnxModel:

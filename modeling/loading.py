@@ -108,5 +108,9 @@ def read_run_record(name: str) -> RunRecord:
 def hash_of_model(folder: str | Path) -> str:
     """A hash of the files of a model's or a tokenizer's folder that decide what it computes, or of one such file."""
     patterns = ("model*.safetensors", "pytorch_model*.bin", "config.json", "tokenizer.json", "vocab.txt")
-    files = [file for pattern in patterns for file in Path(folder).glob(pattern)] or [Path(folder)]
+    files = []
+    for pattern in patterns:
+        files += Path(folder).glob(pattern)
+    if not files:
+        files = [Path(folder)]
     return short_hash([(file.name, content_hash(file)) for file in sorted(files)])

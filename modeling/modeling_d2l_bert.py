@@ -5,7 +5,7 @@ Arguments and outputs have Hugging Face's names (`input_ids`, `attention_mask`, 
 Shapes:
     B rows in the batch   T tokens in a row     P predicted slots in a row     S sequences packed into a row
     H hidden size         N attention heads     D = H / N, a head's width      V vocabulary size
-    Q queries in a row: T, but in the last block only the positions that a head reads
+    Q queries in a row: T, but in the last block only the positions whose hidden states are wanted
 
 With x the token ids, s the segment ids and t the positions:
 
@@ -18,7 +18,9 @@ With x the token ids, s the segment ids and t the positions:
 """
 
 import copy
+import functools
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Unpack
@@ -70,8 +72,11 @@ def _unused_name(name: str) -> str:
     operator, and calling the first operator then crashes. The name of this module cannot tell the copies apart: it
     holds the name of the folder, which may have characters that no operator's name can have.
     """
-    names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
-    return f"d2l_bert::{next(free for free in names if not hasattr(torch.ops.d2l_bert, free))}"
+    free = name
+    for number in itertools.count(2):
+        if not hasattr(torch.ops.d2l_bert, free):
+            return f"d2l_bert::{free}"
+        free = f"{name}_{number}"
 
 
 @torch.library.custom_op(_unused_name("dropout_mask"), mutates_args=())
@@ -86,11 +91,14 @@ def dropout_mask(anchor: torch.Tensor, shape: Sequence[int], dropped: int) -> to
     `aggressive_recomputation` the backward pass would draw another mask than the forward pass.
 
     Args:
-        anchor: a new `torch.empty(0)`: the compiler merges calls with equal arguments, but never two empty tensors.
-            The dropped values in its place would have to be computed and stored before they could be masked.
+        anchor: a new `torch.empty(0)` for each call: the compiler merges calls with equal arguments into one mask, and
+            never takes two empty tensors for equal. (With the values to be dropped as the argument, the compiler would
+            have to compute and store them first.)
     """
-    seed, count = torch.randint(2**63 - 1, ()).item(), torch.Size(shape).numel()
-    bits = np.random.SFC64(seed).random_raw(-(-count // 4)).view(np.int16)
+    seed = torch.randint(2**63 - 1, ()).item()
+    count = torch.Size(shape).numel()
+    bits = np.random.SFC64(seed).random_raw(math.ceil(count / 4)).view(np.int16)  # four in each number of 64 bits
+    # A signed number of 16 bits is below `dropped` - 2^15 with probability `dropped` / 2^16.
     kept = torch.from_numpy(bits)[:count] >= dropped - 2**15
     # uint8 instead of bool: compiled CPU code reads and writes bool without vector instructions.
     return kept.view(torch.uint8).view(shape)
@@ -129,8 +137,9 @@ class D2lBertEmbeddings(nn.Module):
     def forward(self, input_ids=None, token_type_ids=None, position_ids=None, inputs_embeds=None):
         if inputs_embeds is None:
             inputs_embeds = self.word_embeddings(input_ids)  # (B, T, H)
-        length, limit = inputs_embeds.shape[1], self.position_embeddings.num_embeddings
         if position_ids is None:
+            length = inputs_embeds.shape[1]
+            limit = self.position_embeddings.num_embeddings
             if length > limit:
                 raise ValueError(f"a sequence of {length} tokens is longer than max_position_embeddings ({limit})")
             position_ids = torch.arange(length, device=inputs_embeds.device).unsqueeze(0)  # (1, T)
@@ -185,7 +194,8 @@ def linear_together(layers, states):
     """
     if is_on_cpu(states) or not all(map(is_plain, layers)):
         return [layer(states) for layer in layers]
-    weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
+    weight = torch.cat([layer.weight for layer in layers])
+    bias = torch.cat([layer.bias for layer in layers])
     return F.linear(states, weight, bias).chunk(len(layers), dim=-1)
 
 
@@ -220,7 +230,8 @@ class D2lBertMultiHeadAttention(nn.Module):
         if queries is hidden_states:
             query, key, value = linear_together((self.query, self.key, self.value), hidden_states)
         else:
-            query, (key, value) = self.query(queries), linear_together((self.key, self.value), hidden_states)
+            query = self.query(queries)
+            key, value = linear_together((self.key, self.value), hidden_states)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, dot_product_attention)
         context, probabilities = attend(
             self,
@@ -304,11 +315,10 @@ class D2lBertEncoder(nn.Module):
 
         Only the last block leaves out the other positions: every block before needs all positions of its input.
         """
-        for block in self.layer:
-            hidden_states = block(
-                hidden_states, attention_mask, positions if block is self.layer[-1] else None, **kwargs
-            )
-        return hidden_states
+        *blocks, last_block = self.layer
+        for block in blocks:
+            hidden_states = block(hidden_states, attention_mask, **kwargs)
+        return last_block(hidden_states, attention_mask, positions, **kwargs)
 
 
 class D2lBertPooler(nn.Module):
@@ -331,6 +341,8 @@ class MaskLM(nn.Module):
         self.activation = ACT2FN[config.hidden_act]
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        # Whether the loss on a GPU computes its gradient by a compiled program: a training program may set it.
+        self.compiles_gradient = False
 
     def forward(self, hidden_states):
         return self.decoder(self.transform(hidden_states))
@@ -353,13 +365,19 @@ class MaskLM(nn.Module):
         Returns:
             The scores, None if skipped; and the loss, None without labels.
         """
-        if labels is None or not skip_scores or not is_plain(self.decoder):
+        if labels is None:
+            return self(hidden_states), None
+        if not skip_scores:
             scores = self(hidden_states)
-            loss = None if labels is None else cross_entropy(scores, labels, num_items)
-            return None if skip_scores and labels is not None else scores, loss
-        states, labels = self.transform(hidden_states).flatten(0, -2), labels.flatten().long()
-        loss = linear_cross_entropy(states, self.decoder.weight, self.decoder.bias, labels)
-        return None, loss / ((labels != -100).sum() if num_items is None else num_items)
+            return scores, cross_entropy(scores, labels, num_items)
+        if not is_plain(self.decoder):
+            return None, cross_entropy(self(hidden_states), labels, num_items)
+        states = self.transform(hidden_states).flatten(0, -2)
+        labels = labels.flatten().long()
+        loss = linear_cross_entropy(states, self.decoder.weight, self.decoder.bias, labels, self.compiles_gradient)
+        if num_items is None:
+            num_items = (labels != -100).sum()
+        return None, loss / num_items
 
 
 class NextSentencePred(nn.Module):
@@ -454,7 +472,18 @@ def rows_to_predict(labels):
     return F.pad(rows, (0, unused)), F.pad(labels[rows], (0, unused), value=-100)
 
 
-def linear_cross_entropy(hidden_states, weight, bias, labels):
+def padded_decoder(weight, bias):
+    """
+    A decoder with tokens of probability 0 added, up to a multiple of 64: a GPU then computes its products faster.
+
+    Args:
+        weight, bias: (V, H) and (V,).
+    """
+    added = -len(weight) % 64
+    return F.pad(weight, (0, 0, 0, added)), F.pad(bias, (0, added), value=-torch.inf)
+
+
+def linear_cross_entropy(hidden_states, weight, bias, labels, compiles_gradient=False):
     """
     The summed cross-entropy of the scores `hidden_states @ weight.T + bias`, without all scores in memory at once.
 
@@ -462,6 +491,7 @@ def linear_cross_entropy(hidden_states, weight, bias, labels):
         hidden_states: (R, H).
         weight, bias: of the decoder, (V, H) and (V,).
         labels: (R,), -100 for none.
+        compiles_gradient: whether a GPU computes the gradient by a compiled program.
 
     Raises:
         IndexError: on a CPU, for a label that is neither -100 nor a token id.
@@ -469,12 +499,17 @@ def linear_cross_entropy(hidden_states, weight, bias, labels):
     device = hidden_states.device.type
     if torch.is_autocast_enabled(device):
         hidden_states = hidden_states.to(torch.get_autocast_dtype(device))
-    return loss_and_gradients(hidden_states, weight, bias, labels)[0]
+    loss, *_ = loss_and_gradients(hidden_states, weight, bias, labels, compiles_gradient)
+    return loss
 
 
 @torch.library.custom_op(_unused_name("loss_and_gradients"), mutates_args=())
 def loss_and_gradients(
-    hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, labels: torch.Tensor
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    labels: torch.Tensor,
+    compiles_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     The loss of `linear_cross_entropy`, and its gradients for hidden states, weight and bias.
@@ -487,34 +522,41 @@ def loss_and_gradients(
     there and begin another.
     """
     with torch.autocast(hidden_states.device.type, enabled=False):
-        on_cpu, dtype = is_on_cpu(labels), hidden_states.dtype
+        on_cpu = is_on_cpu(labels)
+        dtype = hidden_states.dtype
         rows, labels = rows_to_predict(labels)
         is_labelled = labels != -100
         labels = labels.where(is_labelled, 0)
         counted = is_labelled.to(dtype).unsqueeze(1)  # (P, 1)
         # Rows without a label become 0, and add nothing to the weight's gradient.
         states = hidden_states[rows] * counted
-        table, offset = weight.to(dtype), bias.to(dtype)
-        if not on_cpu:  # a GPU computes a product faster if its sides are multiples of 64
-            unused = -len(weight) % 64
-            table, offset = F.pad(table, (0, 0, 0, unused)), F.pad(offset, (0, unused), value=-torch.inf)
-        gradient_of = gradient_by_softmax if on_cpu else gradient_in_float32
+        table = weight.to(dtype)
+        offset = bias.to(dtype)
+        if on_cpu:
+            gradient_of = gradient_by_softmax
+        else:
+            gradient_of = compiled_gradient_in_float32() if compiles_gradient else gradient_in_float32
+            table, offset = padded_decoder(table, offset)
         loss = torch.zeros((), dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
-        d_states, d_weight, d_bias = torch.empty_like(states), None, torch.zeros_like(bias)
+        d_states = torch.empty_like(states)
+        d_weight = None
+        d_bias = torch.zeros_like(bias)
         at_once = max(1, LOGITS_AT_ONCE // len(table))
         for first in range(0, max(1, len(labels)), at_once):  # at least once, where no row has a label
             part = slice(first, first + at_once)
-            losses, gradient = gradient_of(F.linear(states[part], table, offset), labels[part])  # gradient: (P', V)
+            logits = F.linear(states[part], table, offset)
+            losses, gradient = gradient_of(logits, labels[part])  # gradient: (P', V)
             loss += losses.where(is_labelled[part], 0).sum()
             torch.mm(gradient, table, out=d_states[part])
             product = (gradient.T @ states[part])[: len(weight)]
             d_weight = product.to(weight.dtype) if d_weight is None else d_weight.add_(product)
             d_bias += (counted[part].T @ gradient).squeeze(0)[: len(bias)]
-        return loss, torch.zeros_like(hidden_states).index_add_(0, rows, d_states * counted), d_weight, d_bias
+        d_hidden_states = torch.zeros_like(hidden_states).index_add_(0, rows, d_states * counted)
+        return loss, d_hidden_states, d_weight, d_bias
 
 
 @loss_and_gradients.register_fake
-def _(hidden_states, weight, bias, labels):
+def _(hidden_states, weight, bias, labels, compiles_gradient):
     loss = weight.new_empty((), dtype=torch.promote_types(weight.dtype, torch.float32))
     return loss, torch.empty_like(hidden_states), torch.empty_like(weight), torch.empty_like(bias)
 
@@ -531,7 +573,7 @@ def _scaled_gradients(ctx, scale, *of_gradients):
             "the MLM loss with skip_logits, the default in training mode, has no second derivatives: give "
             "skip_logits=False for a gradient of a gradient"
         )
-    return *(gradient * scale for gradient in ctx.saved_tensors), None
+    return *(gradient * scale for gradient in ctx.saved_tensors), None, None  # none for labels and compiles_gradient
 
 
 loss_and_gradients.register_autograd(_scaled_gradients, setup_context=_keep_gradients)
@@ -542,8 +584,10 @@ def gradient_by_softmax(logits, labels):
     The cross-entropy -log p of each row, and its gradient for the logits, p for each token and p - 1 for the label.
 
     The rounded p is precise enough where p is at most 1/2 and a normal number. For a larger p too few digits of 1 - p
-    are left: bf16 has no number between 0.996 and 1. For the labels of these rows the scores of the other tokens are
-    summed in float32.
+    are left: bf16 has no number between 0.996 and 1. In these rows both follow from the scores s in float32:
+
+        log_odds = log (1 - p) / p = log sum exp of the other tokens' s - the label's s
+        -log p = softplus(log_odds)        1 - p = sigmoid(log_odds)
 
     Args:
         logits: (R, V).
@@ -555,15 +599,19 @@ def gradient_by_softmax(logits, labels):
     Raises:
         IndexError: a label is no token id.
     """
-    exact, numbers = torch.promote_types(logits.dtype, torch.float32), torch.arange(len(logits))
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    numbers = torch.arange(len(logits))
     gradient = logits.softmax(dim=1)
     chances = -F.nll_loss(gradient, labels, reduction="none").to(exact)  # p; checks the labels, as indexing takes -1
-    losses, others = -chances.log(), 1 - chances
+    losses = -chances.log()
+    others = 1 - chances
     rows = numbers[(chances > 0.5) | (chances < torch.finfo(logits.dtype).tiny)]
-    scores, columns = logits[rows].to(exact), labels[rows].unsqueeze(1)
+    scores = logits[rows].to(exact)
+    columns = labels[rows].unsqueeze(1)
     log_odds = -scores.gather(1, columns).squeeze(1)
-    log_odds += scores.scatter_(1, columns, -torch.inf).logsumexp(dim=1)  # log (1 - p) / p
-    losses[rows], others[rows] = F.softplus(log_odds), log_odds.sigmoid()
+    log_odds += scores.scatter_(1, columns, -torch.inf).logsumexp(dim=1)
+    losses[rows] = F.softplus(log_odds)
+    others[rows] = log_odds.sigmoid()
     gradient[numbers, labels] = -others.to(logits.dtype)
     return losses, gradient
 
@@ -571,13 +619,20 @@ def gradient_by_softmax(logits, labels):
 def gradient_in_float32(logits, labels):
     """
     As `gradient_by_softmax`, in float32 or float64 for all rows, as selecting rows would synchronize a GPU.
-
-    A training program may compile this function, so that float32 numbers are never in memory.
     """
-    log_chances = logits.log_softmax(dim=1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    of_labels = log_chances.gather(1, labels.unsqueeze(1))  # (R, 1)
-    gradient = log_chances.exp().to(logits.dtype).scatter_(1, labels.unsqueeze(1), of_labels.expm1().to(logits.dtype))
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    log_chances = logits.log_softmax(dim=1, dtype=exact)
+    columns = labels.unsqueeze(1)
+    of_labels = log_chances.gather(1, columns)  # (R, 1)
+    gradient = log_chances.exp().to(logits.dtype)
+    gradient = gradient.scatter_(1, columns, of_labels.expm1().to(logits.dtype))
     return -of_labels.squeeze(1), gradient
+
+
+@functools.cache
+def compiled_gradient_in_float32():
+    """`gradient_in_float32` as a compiled program, in which float32 numbers are never in memory."""
+    return torch.compile(gradient_in_float32, dynamic=True)
 
 
 def head_dropout(config):
@@ -636,12 +691,13 @@ class D2lBertPreTrainedModel(PreTrainedModel):
             The output of the encoder, with `last_hidden_state` at the positions that the head reads; the scores, None
             if skipped; and the loss, None without labels.
         """
-        skip_logits = self.training if skip_logits is None else skip_logits
+        if skip_logits is None:
+            skip_logits = self.training
         # A compiled program has fixed shapes, and P depends on the labels: it computes all positions.
         if skip_logits and masked_positions is None and labels is not None and not torch.compiler.is_compiling():
             tokens = kwargs["input_ids"] if kwargs["inputs_embeds"] is None else kwargs["inputs_embeds"]
             masked_positions, labels = labelled_positions(labels, tokens.shape[:2])
-        outputs = self.base_model(wanted_positions=masked_positions, return_dict=True, **kwargs)
+        outputs = self.base_model(positions=masked_positions, return_dict=True, **kwargs)
         return outputs, *self.mlm.scores_and_loss(outputs.last_hidden_state, labels, num_items, skip_logits)
 
 
@@ -665,7 +721,7 @@ class D2lBertModel(D2lBertPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         sequence_ids: torch.Tensor | None = None,
         cls_positions: torch.Tensor | None = None,
-        wanted_positions: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithPooling:
         """
@@ -678,11 +734,11 @@ class D2lBertModel(D2lBertPreTrainedModel):
                 (B, T). A token attends to its own sequence only, and `attention_mask` is not read.
             cls_positions: in a packed row, where each sequence's [CLS] stands (B, S). Unused slots may hold any
                 position of the row.
-            wanted_positions: the positions of the hidden states to return (B, P), by default all. The last block then
+            positions: the positions of the hidden states to return (B, P), by default all. The last block then
                 computes these positions and [CLS] only, unless hidden states or attentions are requested.
 
         Returns:
-            `last_hidden_state` (B, T, H), or (B, P, H) with `wanted_positions`, and `pooler_output` (B, H), or
+            `last_hidden_state` (B, T, H), or (B, P, H) with `positions`, and `pooler_output` (B, H), or
             (B, S, H) with `cls_positions`.
 
         Raises:
@@ -707,27 +763,34 @@ class D2lBertModel(D2lBertPreTrainedModel):
             attention_mask=attention_mask,
             and_mask_function=same_sequence,
         )
-        requests = [
-            kwargs.get(name, getattr(self.config, name)) for name in ("output_hidden_states", "output_attentions")
-        ]
-        # The block mask of flex attention cannot be restricted to some queries.
-        is_restricted = wanted_positions is not None and (mask is None or isinstance(mask, torch.Tensor))
-        if is_restricted and not any(requests):
-            rows, cls_columns = hidden_states.shape[0], cls_positions
-            if cls_columns is None:  # [CLS] is at position 0; without a pooler nothing reads [CLS]
-                cls_columns = wanted_positions.new_zeros((rows, 0 if self.pooler is None else 1))
-            positions = torch.cat([cls_columns, checked_positions(wanted_positions, rows)], 1)
-            hidden_states = self.encoder(hidden_states, mask, positions, **kwargs)
-            cls_states, hidden_states = hidden_states.tensor_split([cls_columns.shape[1]], 1)
+        returns_all_states = kwargs.get("output_hidden_states", self.config.output_hidden_states)
+        returns_all_states = kwargs.get("output_attentions", self.config.output_attentions) or returns_all_states
+        is_restrictable = mask is None or isinstance(mask, torch.Tensor)  # the block mask of flex attention is not
+        if positions is not None and is_restrictable and not returns_all_states:
+            cls_states, hidden_states = self.encode_at(positions, cls_positions, hidden_states, mask, **kwargs)
         else:
             hidden_states = self.encoder(hidden_states, mask, **kwargs)
             cls_states = hidden_states[:, :1] if cls_positions is None else states_at(hidden_states, cls_positions)
-            if wanted_positions is not None:
-                hidden_states = states_at(hidden_states, wanted_positions)
+            if positions is not None:
+                hidden_states = states_at(hidden_states, positions)
         pooled = None if self.pooler is None else self.pooler(cls_states)  # (B, S, H)
         if pooled is not None and cls_positions is None:
             pooled = pooled.squeeze(1)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=pooled)
+
+    def encode_at(self, positions, cls_positions, hidden_states, mask, **kwargs):
+        """
+        Run the encoder, with only [CLS] and `positions` (B, P) as queries in its last block.
+
+        Returns:
+            The states of [CLS] (B, S, H), and those at `positions` (B, P, H).
+        """
+        rows = hidden_states.shape[0]
+        if cls_positions is None:  # [CLS] is at position 0; without a pooler nothing reads [CLS]
+            cls_positions = positions.new_zeros((rows, 0 if self.pooler is None else 1))
+        positions = torch.cat([cls_positions, checked_positions(positions, rows)], 1)
+        hidden_states = self.encoder(hidden_states, mask, positions, **kwargs)
+        return hidden_states.tensor_split([cls_positions.shape[1]], 1)
 
 
 @dataclass
@@ -814,7 +877,8 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
             **kwargs,
         )
         seq_relationship_logits = self.nsp(outputs.pooler_output)
-        nsp_loss, loss = None, mlm_loss
+        nsp_loss = None
+        loss = mlm_loss
         if next_sentence_label is not None:
             nsp_loss = cross_entropy(seq_relationship_logits, next_sentence_label, num_pairs_in_batch)
             loss = nsp_loss if loss is None else loss + nsp_loss
@@ -886,8 +950,8 @@ class D2lBertForNextSentencePrediction(D2lBertPreTrainedModel):
 
     def __init__(self, config: D2lBertConfig):
         if config.id2label == {0: "LABEL_0", 1: "LABEL_1"}:
-            config, names = copy.deepcopy(config), dict(enumerate(NSP_LABELS))
-            config.update({"id2label": names, "label2id": {label: index for index, label in names.items()}})
+            config = copy.deepcopy(config)
+            config.update({"id2label": dict(enumerate(NSP_LABELS)), "label2id": {"IsNext": 0, "NotNext": 1}})
         super().__init__(config)
         self.bert = D2lBertModel(config)
         self.nsp = NextSentencePred(config)

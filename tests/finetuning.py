@@ -154,9 +154,9 @@ def finetune(model, output, *options):
 
 def load(path, task, **options):
     """The task and the splits of a run on a file, by default without validation rows."""
+    from d2l_bert.training.finetuning.all_tasks import CLASSES
     from d2l_bert.training.finetuning.config import FinetuneConfig
     from d2l_bert.training.finetuning.splits import load_splits
-    from d2l_bert.training.finetuning.trainer import CLASSES
 
     given = {"train_file": str(path)} if path else {}
     config = FinetuneConfig(**{"model": "m", "task": task, "validation_share": 0.0, **given, **options})

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast
 
-from d2l_bert.tokenization.account import account_of, facts_of, remarks, unknown_share
 from d2l_bert.tokenization.config import TextConfig
+from d2l_bert.tokenization.coverage import coverage_of, facts_of, measure_unknown_share, remarks
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.tokenization.rules import Rules, contents_of, count_words
 from d2l_bert.tokenization.wordpiece import SPECIAL_TOKENS, save_tokenizer, train_on_words, train_wordpiece
@@ -102,12 +102,12 @@ def test_the_account_is_what_the_loaded_tokenizer_does(kind, tmp_path):
     tokenizer = train_wordpiece([text] * 5, strip_accents=True, limit_alphabet=20)
     unknown, lost, merged = judged(tokenizer, text, tmp_path)
     words = count_words([" ".join(sorted(set(words_of(text))))])  # each word once, as the judge counts
-    account = account_of(words, tokenizer)
-    assert account["unknown_characters"] / account["characters"] == pytest.approx(unknown)
-    assert unknown_share(tokenizer, [" ".join(words)]) == pytest.approx(unknown)
-    assert account["merged_types"] / account["word_types"] >= merged  # which counts pairs that differ in case once
+    coverage = coverage_of(words, tokenizer)
+    assert coverage["unknown_characters"] / coverage["characters"] == pytest.approx(unknown)
+    assert measure_unknown_share(tokenizer, [" ".join(words)]) == pytest.approx(unknown)
+    assert coverage["merged_types"] / coverage["word_types"] >= merged  # which counts pairs that differ in case once
     if not unknown:
-        assert account["dropped_marks"] / account["characters"] == pytest.approx(lost)
+        assert coverage["dropped_marks"] / coverage["characters"] == pytest.approx(lost)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -177,8 +177,8 @@ def test_rare_characters_do_not_fill_the_vocabulary_and_frequent_ones_stand_in_i
 
 def test_a_chinese_text_is_written_in_its_own_characters_unless_they_are_limited():
     chinese = "".join(map(chr, range(0x4E00, 0x4E00 + 2000))) * 3
-    assert unknown_share(train_wordpiece([chinese]), [chinese]) <= 0.001
-    assert unknown_share(train_wordpiece([chinese], limit_alphabet=1000), [chinese]) == 0.5
+    assert measure_unknown_share(train_wordpiece([chinese]), [chinese]) <= 0.001
+    assert measure_unknown_share(train_wordpiece([chinese], limit_alphabet=1000), [chinese]) == 0.5
 
 
 def test_the_options_of_a_tokenizer_are_those_of_the_run(tmp_path):
@@ -195,10 +195,10 @@ def test_the_account_of_a_few_words_is_right():
     decomposed = unicodedata.normalize("NFD", "é")
     texts = [f"é {decomposed} a a\u200bbb \ue000 é {decomposed} a bb"]
     rules = Rules(unicode_normalization="NFC", zero_width_spaces=True)
-    account = account_of(count_words(texts), train_on_words(count_words(texts), rules, min_frequency=1))
-    assert account["merged_types"] == 0  # é in two normal forms is one letter
-    assert account["word_types"] == 5  # both forms of é, a, bb and the private character
-    assert account["dropped_characters"] == 1 and account["unknown_characters"] == account["dropped_marks"] == 0
+    coverage = coverage_of(count_words(texts), train_on_words(count_words(texts), rules, min_frequency=1))
+    assert coverage["merged_types"] == 0  # é in two normal forms is one letter
+    assert coverage["word_types"] == 5  # both forms of é, a, bb and the private character
+    assert coverage["dropped_characters"] == 1 and coverage["unknown_characters"] == coverage["dropped_marks"] == 0
 
 
 def test_other_words_than_those_between_spaces():
@@ -219,7 +219,7 @@ def test_other_words_than_those_between_spaces():
 def said(text, tokenizer=None, is_given=False, language=None, **options):
     words = count_words([text] * 3)
     tokenizer = tokenizer or train_wordpiece([text] * 3, **options)
-    return " | ".join(remarks(account_of(words, tokenizer), contents_of(words), tokenizer, is_given, language))
+    return " | ".join(remarks(coverage_of(words, tokenizer), contents_of(words), tokenizer, is_given, language))
 
 
 SMILES = "C1CCCCC1 c1ccccc1 Cc1ccccc1 CC1CCCCC1 [Co] [CO] C1CCNCC1 c1ccncc1 CC(=O)Oc1ccccc1C(=O)O"
@@ -292,7 +292,7 @@ def test_a_small_text_gives_exactly_the_pieces_worked_out_by_hand():
     expected = [*SPECIAL_TOKENS, *characters, "##un", "##ug", "hug", "pun"]
     assert tokenizer.get_vocab() == {piece: index for index, piece in enumerate(expected)}
     assert tokenizer.tokenize("Hugs bug pun mug") == ["hug", "##s", "b", "##ug", "pun", "[UNK]"]
-    assert unknown_share(tokenizer, ["Hugs bug", "pun mug."]) == 4 / 14  # mug and the full stop
+    assert measure_unknown_share(tokenizer, ["Hugs bug", "pun mug."]) == 4 / 14  # mug and the full stop
 
 
 def test_a_vocab_size_below_the_alphabet_is_refused_with_the_smallest_possible_one():

@@ -17,7 +17,7 @@ from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data import bigrams
 from d2l_bert.training.data.bigrams import Bigrams, WeightedPmi, count_bigrams, word_vectors
 from d2l_bert.training.data.order import EpochPairs
-from d2l_bert.training.held_out import advice
+from d2l_bert.training.report import advice
 
 
 ENTRIES, CLS, SEP = 80, 1, 2

@@ -11,8 +11,8 @@ import pytest
 from huggingface_hub import constants
 
 from d2l_bert.__main__ import main
-from d2l_bert.folders import SEAL_FILE, _seal, cache_folder, write_once
 from d2l_bert.messages import UserError
+from d2l_bert.tokenization.cache import SEAL_FILE, _seal, cache_folder, write_once
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
 
@@ -124,8 +124,8 @@ def test_a_tokenizer_of_the_cache_that_no_text_gives_is_made_anew(change, books,
     change(content)
     path.write_text(json.dumps(content))
     seal(path.parent)
-    assert prepare(config).account == before.account
-    assert json.loads(path.read_text())["account"] == before.account
+    assert prepare(config).coverage == before.coverage
+    assert json.loads(path.read_text())["account"] == before.coverage
 
 
 def test_sentences_of_the_cache_that_point_nowhere_are_one_line(books, home):

@@ -17,13 +17,13 @@ from runs import log_rows, run, spoilt_step, steps_counted
 from d2l_bert.__main__ import main
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
-from d2l_bert.training import checkpoint, devices, run_folder
+from d2l_bert.training import checkpoint, processes, run_folder
 from d2l_bert.training.checkpoint import folder_name, word_marks
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data.batches import words_in
 from d2l_bert.training.data.order import EpochPairs
+from d2l_bert.training.learner import Learner
 from d2l_bert.training.log import RunLog
-from d2l_bert.training.optimizer import Learner
 from d2l_bert.training.signals import StopSignals
 
 
@@ -200,7 +200,7 @@ def test_signals_are_caught_until_the_last_checkpoint_is_saved_and_no_longer(boo
 
         return call
 
-    for module, name in ((checkpoint, "write_checkpoint"), (run_folder, "finish_folder"), (devices, "shut_down")):
+    for module, name in ((checkpoint, "write_checkpoint"), (run_folder, "finish_folder"), (processes, "shut_down")):
         monkeypatch.setattr(module, name, noting(name, getattr(module, name)))
     run(books, tmp_path, *SMALL, "--max_steps=1", "--save_words=1")
     assert seen == [("write_checkpoint", True), ("finish_folder", False), ("shut_down", False)]

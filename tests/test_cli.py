@@ -130,7 +130,12 @@ def test_help_and_errors_of_a_command_load_its_options_alone(tmp_path, words, pa
     modules, said, code = loaded(tmp_path, *words)
     assert code == (0 if "--help" in words else 2) and said
     assert not OF_WORK & modules and packages <= ours(modules)
-    of_work = {"training.pretrain", "training.finetuning.run", "training.evaluation.evaluate", "tokenization.sources"}
+    of_work = {
+        "training.pretrain",
+        "training.finetuning.train",
+        "training.evaluation.evaluate",
+        "tokenization.sources",
+    }
     assert not {*of_work, "training.optimizer", "model_cards.card", "pair_tasks", "inference.demo"} & ours(modules)
     if not any(package.startswith("training.") for package in packages):
         assert not {"torch", "transformers"} & modules
@@ -164,7 +169,14 @@ print(json.dumps(loaded))
     assert not OF_WORK & modules
     assert ours(modules) <= {
         *("modeling", "modeling.configuration_d2l_bert", "modeling.modeling_d2l_bert", "modeling.conversion"),
-        *("pair_tasks", "records", "tokenization", "tokenization.model_files", *OF_OPTIONS),
+        *(
+            "pair_tasks",
+            "records",
+            "tokenization",
+            "tokenization.model_files",
+            "tokenization.weight_files",
+            *OF_OPTIONS,
+        ),
     }
 
 

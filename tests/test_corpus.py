@@ -21,9 +21,10 @@ from d2l_bert.folders import short_hash
 from d2l_bert.messages import UserError
 from d2l_bert.tokenization import python_docs as python_docs_module
 from d2l_bert.tokenization.config import TextConfig
+from d2l_bert.tokenization.documents import Document
+from d2l_bert.tokenization.files import decoded
 from d2l_bert.tokenization.python_docs import docstrings, prose, python_docs, required_distributions
-from d2l_bert.tokenization.sentences import Document, all_documents
-from d2l_bert.tokenization.sources import dataset_source, decoded, file_source
+from d2l_bert.tokenization.sources import HowToRead, WhatToRead, all_documents, dataset_source, file_source
 from d2l_bert.training.config import PretrainConfig
 
 
@@ -47,7 +48,7 @@ def test_files_and_folders_are_read_in_order_with_a_paragraph_a_line(tmp_path):
 def test_the_identity_of_a_source_depends_on_its_content_and_not_on_its_path(tmp_path):
     write_files(tmp_path, {"here/a.txt": "Same.", "there/a.txt": "Same.", "other/a.txt": "Other."})
     here, there, other = (file_source(tmp_path / place).identity for place in ("here", "there", "other"))
-    assert here == there != other and here != file_source(tmp_path / "here", max_documents=2).identity
+    assert here == there != other and here != file_source(tmp_path / "here", HowToRead(max_documents=2)).identity
 
 
 def test_links_are_followed_and_what_a_folder_leaves_out_is_said(tmp_path, caplog):
@@ -106,7 +107,7 @@ def test_every_line_end_and_every_marked_encoding_is_read(encoding, ends, times,
 def test_rows_have_every_line_end(tmp_path):
     write_table(tmp_path / "a.jsonl", [{"text": "One.\rTwo.\r\nThree.\nFour."}])
     assert texts(file_source(tmp_path)) == [["One.", "Two.", "Three.", "Four."]]
-    assert texts(file_source(tmp_path, documents="line")) == [["One."], ["Two."], ["Three."], ["Four."]]
+    assert texts(file_source(tmp_path, HowToRead(documents="line"))) == [["One."], ["Two."], ["Three."], ["Four."]]
 
 
 @pytest.mark.slow
@@ -169,13 +170,14 @@ ROWS = [{"n": n, "text": f"Row {n}.\n\nIts end." if n % 3 else None} for n in ra
 @pytest.mark.parametrize("name", ["train.jsonl", "train.parquet", "train.csv"])
 def test_a_streamed_dataset_is_read_like_a_downloaded_one(name, streaming, tmp_path):
     write_table(tmp_path / name, ROWS)
-    source = dataset_source(str(tmp_path), streaming=streaming)
+    how = HowToRead(streaming=streaming)
+    source = dataset_source(str(tmp_path), how=how)
     assert texts(source) == [[f"Row {n}.", "Its end."] for n in range(3000) if n % 3]
     assert source.counts["rows without text"] == 1000 and source.name == tmp_path.name and not source.is_on_hub
-    assert dataset_source(str(tmp_path), streaming=not streaming).identity == source.identity
+    assert dataset_source(str(tmp_path), how=HowToRead(streaming=not streaming)).identity == source.identity
     with pytest.raises(UserError, match="'body'"):
-        texts(dataset_source(str(tmp_path), streaming=streaming, text_column="body"))
-    few = dataset_source(str(tmp_path), streaming=streaming, max_documents=5)
+        texts(dataset_source(str(tmp_path), how=dataclasses.replace(how, text_column="body")))
+    few = dataset_source(str(tmp_path), how=dataclasses.replace(how, max_documents=5))
     assert len(texts(few)) == 5 and few.identity != source.identity
 
 
@@ -194,7 +196,7 @@ def test_a_damaged_row_of_a_dataset_is_refused_in_one_line(name, damage, words, 
     write_table(tmp_path / name, ROWS)
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes() + damage)
     with pytest.raises(UserError, match=f"^dataset {tmp_path}.*{words}.*$"):  # no dot stands for the end of a line
-        texts(dataset_source(str(tmp_path), streaming=streaming))
+        texts(dataset_source(str(tmp_path), how=HowToRead(streaming=streaming)))
     assert not [record for name, record in logged if name.startswith("datasets") and record.levelname == "ERROR"]
 
 
@@ -204,14 +206,15 @@ def test_folders_of_save_to_disk_are_read_and_a_missing_split_is_refused(streami
     train.with_format("pandas").save_to_disk(tmp_path / "one")
     datasets.DatasetDict(train=train, test=test).save_to_disk(tmp_path / "both")
 
-    def opened(name, **options):
-        return dataset_source(str(tmp_path / name), streaming=streaming, **options)
+    def opened(name, split="train", text_column="text"):
+        how = HowToRead(streaming=streaming, text_column=text_column)
+        return dataset_source(str(tmp_path / name), WhatToRead(split=split), how)
 
     assert texts(opened("one")) == texts(opened("both")) == [["Train."]]
     assert texts(opened("both", split="test")) == [["Test."]]
     for name, options, words in (
         ("both", {"split": "dev"}, "both: cannot be read .*'dev'.*--dataset_split"),
-        ("one", {"config": "a"}, "has no configurations"),
+        ("one:a", {}, "has no configurations"),
         ("one", {"text_column": "body"}, "cannot be read .*'body'"),
     ):
         with pytest.raises(ValueError, match=words):

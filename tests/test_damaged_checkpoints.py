@@ -14,7 +14,7 @@ from text_sources import write_table
 from d2l_bert.__main__ import main
 from d2l_bert.messages import UserError
 from d2l_bert.training.checkpoint import checkpoints, delete, delete_old, read_checkpoint
-from d2l_bert.training.finetuning import run, trainer
+from d2l_bert.training.finetuning import train, trainer
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -90,9 +90,9 @@ def test_a_fine_tuning_without_a_whole_checkpoint_starts_anew_and_says_so(stoppe
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"learning_rate": "x"}', '{"seed": {}}', "[" * 10_000, "\xff"])
 def test_a_result_that_is_no_result_is_one_line(tmp_path, text):
-    (tmp_path / run.RESULT_FILE).write_text(text, encoding="latin-1")
-    with pytest.raises(UserError, match=run.RESULT_FILE):
-        run.read_record(tmp_path / run.RESULT_FILE, run.Result)
+    (tmp_path / train.RESULT_FILE).write_text(text, encoding="latin-1")
+    with pytest.raises(UserError, match=train.RESULT_FILE):
+        train.read_record(tmp_path / train.RESULT_FILE, train.Result)
 
 
 @pytest.mark.parametrize(

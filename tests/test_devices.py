@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from d2l_bert import RECIPES, D2lBertConfig, pretrain
 from d2l_bert.messages import UserError
-from d2l_bert.training import devices
+from d2l_bert.training import devices, processes
 from d2l_bert.training.config import PretrainConfig
 
 
@@ -36,10 +36,10 @@ from d2l_bert.training.config import PretrainConfig
 def test_processes_that_do_not_see_each_other_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     seen = [2, 1]
-    monkeypatch.setattr(devices, "PartialState", lambda **_: SimpleNamespace(num_processes=seen.pop(0)))
-    devices.start_processes()
+    monkeypatch.setattr(processes, "PartialState", lambda **_: SimpleNamespace(num_processes=seen.pop(0)))
+    processes.start_processes()
     with pytest.raises(ValueError, match="2 processes were launched, but Accelerate sees 1; set ACCELERATE_USE_CPU"):
-        devices.start_processes()
+        processes.start_processes()
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,9 @@ def test_a_run_keeps_off_a_gpu_where_the_launcher_says_so(monkeypatch, asked, ha
     monkeypatch.setenv("ACCELERATE_USE_CPU", asked)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(
-        devices, "PartialState", lambda **o: given.append(o["cpu"]) or SimpleNamespace(num_processes=1)
+        processes, "PartialState", lambda **o: given.append(o["cpu"]) or SimpleNamespace(num_processes=1)
     )
-    devices.start_processes()
+    processes.start_processes()
     assert given == [on_cpu]
 
 

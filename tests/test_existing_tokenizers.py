@@ -281,6 +281,12 @@ def test_a_tokenizer_that_replaces_across_words_is_encoded_in_training_as_in_use
     assert tokenizer.convert_ids_to_tokens(ids) == tokenizer.tokenize("x a b x") == ["x", "c", "x"]
 
 
+def test_a_tokenizer_with_a_sequence_of_no_steps_is_encoded_in_training_as_in_use():
+    tokenizer = general_tokenizer(backend(normalizers.Sequence([])))
+    ids = SentenceEncoder(text_backend(tokenizer))(["x a b x"])[0].tolist()
+    assert ids == tokenizer("x a b x", add_special_tokens=False)["input_ids"]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Words
 

@@ -19,7 +19,7 @@ from d2l_bert.records import read_record
 from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.trainer import make_model, read_start
+from d2l_bert.training.finetuning.models import make_model, read_start
 from d2l_bert.training.run_folder import enter_finetuning
 
 
@@ -416,7 +416,8 @@ def test_the_head_of_another_task_is_drawn_anew(labels, trained, tmp_path):
     path = write_table(tmp_path / "train.csv", rows_of(20, 0))
     task, _ = load(path, "classification", model=str(tmp_path / "base"))
     torch.manual_seed(0)
-    model = make_model(*read_start(task.config, task)[:2], task)
+    start = read_start(task.config, task)
+    model = make_model(start.config, start.revision, task)
     assert model.classifier.weight.shape[0] == 2
     assert 0 < model.classifier.weight.std() < 1 and (model.classifier.bias == 0).all()
     assert torch.equal(model.bert.pooler.dense.weight, saved.bert.pooler.dense.weight)

@@ -13,7 +13,8 @@ from text_sources import write_table
 from transformers import AutoTokenizer
 
 from d2l_bert.messages import UserError
-from d2l_bert.training.finetuning import metrics, output, text_classification
+from d2l_bert.training.finetuning import metrics, text_classification
+from d2l_bert.training.finetuning.rows import write_predictions
 
 
 def read(split):
@@ -163,8 +164,8 @@ def test_each_of_several_label_columns_is_a_label_also_without_a_one(tmp_path):
 def test_several_labels_of_a_row_take_a_byte_each_and_are_bounded(tmp_path, tokenizer, monkeypatch):
     rows = [{"text": f"t{n}", "label": [str(n), str(n % 3)]} for n in range(8)]
     task, splits = load(write_table(tmp_path / "rows.jsonl", rows), "multilabel")
-    task.features(splits["train"], tokenizer, 32)
-    labels = [feature["labels"] for feature in splits["train"].features]
+    features = task.features(splits["train"], tokenizer, 32)
+    labels = [inputs["labels"] for inputs in features.inputs]
     assert all(of_row.nbytes == 8 and of_row.base is labels[0].base for of_row in labels)
     assert [np.flatnonzero(of_row).tolist() for of_row in labels] == [sorted({n, n % 3}) for n in range(8)]
     monkeypatch.setattr(text_classification, "MOST_YES_AND_NO", 63)
@@ -180,7 +181,7 @@ def test_labels_with_the_separator_are_read_back_from_the_table_of_predictions(t
     outputs = 2 * task.targets(splits["train"]) - 1
     predicted = {"label": task.predictions(splits["train"], outputs)["prediction"]}
     splits["train"].columns.remove("label")
-    output.write_table(tmp_path / "predictions.csv", splits["train"], predicted)
+    write_predictions(tmp_path / "predictions.csv", splits["train"], predicted)
     _, again = load(tmp_path / "predictions.csv", "multilabel")
     assert labels_of(again["train"]) == [row["label"] for row in rows]
 
@@ -195,7 +196,7 @@ def test_predicted_labels_are_lists_and_are_read_back_from_csv(names, separator,
     predicted = task.predictions(splits["train"], 2 * task.targets(splits["train"]) - 1)
     assert predicted["prediction"] == [row["label"] for row in rows]
     splits["train"].columns.remove("label")
-    output.write_table(tmp_path / "out.csv", splits["train"], {"label": task.in_csv(predicted)["prediction"]})
+    write_predictions(tmp_path / "out.csv", splits["train"], {"label": task.in_csv(predicted)["prediction"]})
     _, again = load(tmp_path / "out.csv", "multilabel", label_separator=separator)
     assert labels_of(again["train"]) == [row["label"] for row in rows]
 
@@ -211,14 +212,14 @@ def test_what_knows_nothing_has_seen_the_training_labels_alone(tmp_path):
     train, test = ["ham"] * 9 + ["spam"], ["spam"] * 9 + ["ham"]
     options = {"test_file": str(write_table(tmp_path / "test.csv", labelled(*test)))}
     task, splits = load(write_table(tmp_path / "train.csv", labelled(*train)), "text-classification", **options)
-    _, found = task.know_nothing(splits["train"], splits["test"])
+    _, found = task.baseline(splits["train"], splits["test"])
     expected = np.mean(dummy(splits["train"], splits["test"], "most_frequent") == np.array(test))
     assert found["accuracy"] == expected == 0.1
     numbers, others = [1.0, 2.0, 6.0], [30.0, 50.0]
     options = {"test_file": str(write_table(tmp_path / "test.csv", labelled(*others)))}
     task, splits = load(write_table(tmp_path / "train.csv", labelled(*numbers)), "regression", **options)
     guess = DummyRegressor(strategy="mean").fit(np.zeros((3, 1)), numbers).predict(np.zeros((2, 1)))
-    _, found = task.know_nothing(splits["train"], splits["test"])
+    _, found = task.baseline(splits["train"], splits["test"])
     assert found["mse"] == pytest.approx(np.mean((guess - others) ** 2))
 
 
@@ -236,14 +237,14 @@ def test_other_labels_of_the_test_rows_do_not_change_what_knows_nothing_predicts
         which = "tag_metrics" if kind == "token-classification" else "multilabel_metrics"
         with monkeypatch.context() as patched:
             patched.setattr(where, which, lambda true, said, *more: guesses.append(np.array(said, dtype=object)))
-            task.know_nothing(splits["train"], splits["test"])
+            task.baseline(splits["train"], splits["test"])
     assert all(list(one) == list(other) for one, other in zip(*guesses, strict=True))
 
 
 def test_lists_as_json_in_cells_of_csv_are_those_of_json_lines(tmp_path):
     rows = tag_rows(6, 0)
     _, splits = load(write_table(tmp_path / "rows.jsonl", rows), "token-classification")
-    output.write_table(tmp_path / "rows.csv", splits["train"], {})
+    write_predictions(tmp_path / "rows.csv", splits["train"], {})
     _, again = load(tmp_path / "rows.csv", "token-classification")
     assert read(again["train"]) == read(splits["train"]) == [(tuple(r["tokens"]), r["ner_tags"]) for r in rows]
 
@@ -366,10 +367,9 @@ def tokenizer(trained):
 
 
 def made(path, task, tokenizer, length, **options):
-    """The task, and the training rows with their features."""
+    """The task, the training rows, and their features."""
     task, splits = load(path, task, **options)
-    task.features(splits["train"], tokenizer, length)
-    return task, splits["train"]
+    return task, splits["train"], task.features(splits["train"], tokenizer, length)
 
 
 def test_squads_nested_json_is_the_flat_form(tmp_path):
@@ -401,26 +401,27 @@ def test_the_first_piece_of_a_word_has_the_label_and_every_word_is_in_one_window
     tags = [tag for row in tag_rows(9, 1) for tag in row["ner_tags"]]
     # A word of several pieces, also where a window ends.
     rows = [*tag_rows(5, 0), {"tokens": ["gardenwalkers"] * len(tags), "ner_tags": tags}]
-    task, split = made(write_table(tmp_path / "rows.jsonl", rows), "tags", tokenizer, 33)
-    sources = [source for source, *_ in split.windows]
-    assert sources.count(5) > 2 and "1 (16.7%) are longer than 33 tokens" in split.note
+    task, split, features = made(write_table(tmp_path / "rows.jsonl", rows), "tags", tokenizer, 33)
+    numbers = [window.row for window in features.windows]
+    assert numbers.count(5) > 2 and "1 (16.7%) are longer than 33 tokens" in features.note
     found = [[] for _ in rows]
-    for source, row in zip(sources, split.features, strict=True):
+    for number, row in zip(numbers, features.inputs, strict=True):
         assert len(row["input_ids"]) == len(row["labels"]) <= 33
         tokens = tokenizer.convert_ids_to_tokens(row["input_ids"])
-        assert tokens[0] == "[CLS]" and tokens[-1] == "[SEP]" and (source < 5 or -100 in row["labels"][1:-1])
+        assert tokens[0] == "[CLS]" and tokens[-1] == "[SEP]" and (number < 5 or -100 in row["labels"][1:-1])
         for token, label in zip(tokens, row["labels"], strict=True):
             # The tokens that begin no word have no label, all others have one.
             assert (label == -100) == (token in ("[CLS]", "[SEP]") or token.startswith("##"))
             if label != -100:
-                found[source].append(task.classes[label])
+                found[number].append(task.classes[label])
     assert found == [row["ner_tags"] for row in rows]
     # Scores that say the labels give the labels back; padded by -100 as Trainer does.
-    logits = np.full((len(split.features), 40, len(task.classes)), -100.0)
-    for scores, row in zip(logits, split.features, strict=True):
+    logits = np.full((len(features.inputs), 40, len(task.classes)), -100.0)
+    for scores, row in zip(logits, features.inputs, strict=True):
         scores[: len(row["labels"])] = np.eye(len(task.classes))[np.maximum(row["labels"], 0)]
-    assert task.predictions(split, logits)["prediction"] == [row["ner_tags"] for row in rows]
-    assert task.metrics(split, logits)["f1"] == 1
+    tags = task.row_outputs(split, features.windows, logits)
+    assert task.predictions(split, tags)["prediction"] == [row["ner_tags"] for row in rows]
+    assert task.metrics(split, tags)["f1"] == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -443,11 +444,12 @@ def long_answers(tmp_path, tokenizer):
 
 
 def test_the_windows_of_a_context_overlap_and_carry_the_answer(long_answers, tokenizer):
-    _, split = long_answers
-    assert len(split.features) > 45 and "are longer than 32 tokens" in split.note
+    _, split, features = long_answers
+    assert len(features.inputs) > 45 and "are longer than 32 tokens" in features.note
     with_answer = set()
     for number, (_, _, (_, context), gold) in enumerate(split.rows):
-        mine = [feature for feature in zip(split.windows, split.features, strict=True) if feature[0].source == number]
+        all_windows = zip(features.windows, features.inputs, strict=True)
+        mine = [(window, inputs) for window, inputs in all_windows if window.row == number]
         pieces = tokenizer(context, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         seen = [list(map(tuple, window.places.tolist())) for window, _ in mine]
         assert set(itertools.chain(*seen)) == set(pieces)  # each token is in a window
@@ -468,22 +470,22 @@ def test_the_windows_of_a_context_overlap_and_carry_the_answer(long_answers, tok
 def test_answers_that_no_window_has_whole_are_counted(tmp_path, tokenizer):
     answers = {"text": ["walked " * 50 + "home"], "answer_start": [0]}
     rows = [*answer_rows(9, 0), {"question": "who?", "context": f"{answers['text'][0]} again", "answers": answers}]
-    _, split = made(write_table(tmp_path / "rows.jsonl", rows), "answers", tokenizer, 32, doc_stride=8)
-    assert "1 answers are in no window as a whole" in split.note
+    _, _, features = made(write_table(tmp_path / "rows.jsonl", rows), "answers", tokenizer, 32, doc_stride=8)
+    assert "1 answers are in no window as a whole" in features.note
 
 
 def test_the_best_span_is_that_of_trying_all_spans(long_answers):
-    task, split = long_answers
-    scores = np.random.default_rng(0).normal(size=(len(split.features), 40, 2)).astype(np.float32)
+    task, split, features = long_answers
+    scores = np.random.default_rng(0).normal(size=(len(features.inputs), 40, 2)).astype(np.float32)
     spans = [[] for _ in split.rows]
-    for window, of_window in zip(split.windows, scores, strict=True):
+    for window, of_window in zip(features.windows, scores, strict=True):
         of_window = of_window[[0, *window.positions]].astype(float)
         shares, count = np.exp(of_window) / np.exp(of_window).sum(0), len(of_window)
         for one, other in [(0, 0), *((a, b) for a in range(1, count) for b in range(a, min(a + 5, count)))]:
             begin = int(window.places[one - 1, 0]) if one else None
             score, share = of_window[one, 0] + of_window[other, 1], shares[one, 0] * shares[other, 1]
-            spans[window.source].append((score, share, begin))
-    for span, of_row in zip(task.spans(split, scores), spans, strict=True):
+            spans[window.row].append((score, share, begin))
+    for span, of_row in zip(task.row_outputs(split, features.windows, scores), spans, strict=True):
         nothing = min(span for span in of_row if span[2] is None)
         expected = max([nothing, *(span for span in of_row if span[2] is not None)])
         assert (span.score, span.probability, span.begin) == pytest.approx(expected, abs=1e-5)
@@ -494,12 +496,14 @@ def test_the_threshold_decides_whether_there_is_no_answer(tmp_path, tokenizer):
     path = write_table(tmp_path / "rows.jsonl", rows)
     scores = np.zeros((len(rows), 64, 2), dtype=np.float32)
     for threshold, says_nothing in ((0.0, True), (4.0, False), (-2.0, True)):
-        task, split = made(path, "answers", tokenizer, 64, null_score_diff_threshold=threshold)
-        scores[:, 0, 0], scores[:, split.windows[0].positions[0], 0] = 4, 1  # no answer: 4; the best span: 1
-        assert all((text == "") == says_nothing for text in task.predictions(split, scores)["prediction"])
+        task, split, features = made(path, "answers", tokenizer, 64, null_score_diff_threshold=threshold)
+        scores[:, 0, 0] = 4  # no answer
+        scores[:, features.windows[0].positions[0], 0] = 1  # the best span
+        spans = task.row_outputs(split, features.windows, scores)
+        assert all((span.text == "") == says_nothing for span in spans)
     # Without such questions in the training rows, there is always an answer.
-    task, split = made(write_table(tmp_path / "other.jsonl", rows[:3]), "answers", tokenizer, 64)
-    assert all(task.predictions(split, scores[:3])["prediction"])
+    task, split, features = made(write_table(tmp_path / "other.jsonl", rows[:3]), "answers", tokenizer, 64)
+    assert all(span.text for span in task.row_outputs(split, features.windows, scores[:3]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -520,12 +524,12 @@ def test_swags_columns_and_the_general_ones_give_the_same_pairs(tmp_path, tokeni
     ]
     letters = [{**row, "label": "ABC"[row["label"]]} for row in general]
     for content in (general, swag_rows(rows), letters, named):
-        task, split = made(write_table(tmp_path / "rows.jsonl", content), "multiple_choice", tokenizer, 48)
-        for row, features in zip(rows, split.features, strict=True):
-            assert features["labels"] == row["label"]
-            assert features["input_ids"] == [
+        task, _, features = made(write_table(tmp_path / "rows.jsonl", content), "multiple_choice", tokenizer, 48)
+        for row, inputs in zip(rows, features.inputs, strict=True):
+            assert inputs["labels"] == row["label"]
+            assert inputs["input_ids"] == [
                 tokenizer(row["context"], f"then {choice}")["input_ids"] for choice in row["choices"]
             ]
-    batch = task.collator(tokenizer)(split.features)
+    batch = task.collator(tokenizer)(features.inputs)
     assert batch["input_ids"].shape[:2] == (8, 3) and batch["labels"].tolist() == [row["label"] for row in rows]
     assert (batch["input_ids"][batch["attention_mask"] == 0] == tokenizer.pad_token_id).all()

@@ -142,7 +142,10 @@ def test_the_steps_of_a_gpu_have_the_losses_of_a_cpus(books, packing, attention)
             masks = [batch.get("attention_mask") for batch in step.micro_batches]
             assert all(mask is None or (on_gpu <= (not mask.all())) for mask in masks)
             assert not on_gpu or (not packing and kernel == "sdpa") or masks == [None] * len(masks)
-            divisors = {"num_items_in_batch": step.counts[0], "num_pairs_in_batch": step.counts[1]}
+            divisors = {
+                "num_items_in_batch": step.counts.masked_tokens,
+                "num_pairs_in_batch": step.counts.examples,
+            }
             outputs = [model(**batch, **divisors, skip_logits=True) for batch in step.micro_batches]
             losses[on_gpu].append(
                 [sum(float(output[name]) for output in outputs) for name in ("mlm_loss", "nsp_loss")]
@@ -161,7 +164,8 @@ def test_with_the_gradient_of_a_slice_compiled_the_loss_is_the_same(monkeypatch)
     compute_as_on("gpu", monkeypatch)
     expected = loss_and_gradients(model, **batch)
     compiled = torch.compile(modeling.gradient_in_float32, dynamic=True, fullgraph=True)
-    monkeypatch.setattr(modeling, "gradient_in_float32", compiled)
+    monkeypatch.setattr(modeling, "compiled_gradient_in_float32", lambda: compiled)
+    model.mlm.compiles_gradient = True
     monkeypatch.setattr(modeling, "LOGITS_AT_ONCE", 7 * 128)
     assert_same(loss_and_gradients(model, **batch), expected, rtol=1e-4, atol=1e-6)
     torch.compiler.reset()

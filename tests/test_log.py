@@ -26,8 +26,8 @@ from d2l_bert.training import log
 from d2l_bert.training.checkpoint import Progress
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.devices import matmul_peak
+from d2l_bert.training.learner import StepStats
 from d2l_bert.training.log import RunLog, kind_of, training_arithmetic
-from d2l_bert.training.optimizer import StepStats
 
 
 STEP = StepStats(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2l_bert.training.data.masking import mask_tokens
-from d2l_bert.training.data.order import random_keys, random_numbers, random_order
+from d2l_bert.training.data.random_numbers import random_keys, random_numbers, random_order
 
 
 MASK, FIRST_ORDINARY, VOCAB_SIZE = 4, 5, 45

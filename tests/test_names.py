@@ -19,10 +19,11 @@ from text_sources import write_table
 
 from d2l_bert.__main__ import main
 from d2l_bert.messages import UserError
-from d2l_bert.model_cards.card import invented_id, render_card
+from d2l_bert.model_cards.card import render_card
 from d2l_bert.model_cards.checks import check_card, local_pictures, published_files
 from d2l_bert.model_cards.evaluations import update_folder
 from d2l_bert.model_cards.markdown import cell, code, fenced, quoted, shell_words, shown
+from d2l_bert.model_cards.metadata import invented_id
 from d2l_bert.records import read_record
 
 

@@ -10,9 +10,10 @@ import pytest
 from text_sources import texts, write_files
 
 from d2l_bert.messages import UserError
-from d2l_bert.tokenization.sources import dataset_builder, dataset_folder, dataset_source
+from d2l_bert.tokenization.hub_datasets import dataset_builder, dataset_folder
+from d2l_bert.tokenization.sources import WhatToRead, dataset_source
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.splits import _read_dataset
+from d2l_bert.training.finetuning.rows import read_dataset
 
 
 ROWS = {"text": [f"Row {number} of the text." for number in range(40)], "label": [0, 1] * 20}
@@ -26,13 +27,13 @@ def saved(folder, split=None):
 def read_both(folder, split="train"):
     """What pretraining and fine-tuning read of the dataset."""
     config = FinetuneConfig(model="x", task="text-classification", dataset=str(folder), train_split=split)
-    return texts(dataset_source(str(folder), split=split)), _read_dataset(str(folder), config, {})
+    return texts(dataset_source(str(folder), WhatToRead(split=split))), read_dataset(str(folder), config, {})
 
 
 def refused(folder, said):
     for read in (
         lambda: texts(dataset_source(str(folder))),
-        lambda: _read_dataset(str(folder), FinetuneConfig(model="x", task="regression", dataset=str(folder)), {}),
+        lambda: read_dataset(str(folder), FinetuneConfig(model="x", task="regression", dataset=str(folder)), {}),
     ):
         with pytest.raises(UserError, match=said) as refusal:
             read()
@@ -258,9 +259,10 @@ def test_a_saved_dataset_of_one_split_is_that_split_and_no_other(split, tmp_path
 
 def test_a_saved_dataset_without_a_split_is_read_but_not_as_one_that_is_named(tmp_path):
     folder = saved(tmp_path / "set")
-    assert len(texts(dataset_source(str(folder)))) == len(texts(dataset_source(str(folder), split="validation"))) == 40
+    for split in ("train", "validation"):
+        assert len(texts(dataset_source(str(folder), WhatToRead(split=split)))) == 40
     with pytest.raises(UserError, match="no splits, and no 'test'"):
-        dataset_source(str(folder), split="test")
+        dataset_source(str(folder), WhatToRead(split="test"))
 
 
 def test_a_dataset_in_memory_is_read_whichever_split_it_is_of(tmp_path):

@@ -17,9 +17,9 @@ from text_sources import lines_of, texts, write_files
 from d2l_bert.messages import UserError
 from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.config import TextConfig
-from d2l_bert.tokenization.prepare import open_sources, prepare
-from d2l_bert.tokenization.sources import file_source
-from d2l_bert.training.finetuning.splits import read_file
+from d2l_bert.tokenization.prepare import prepare
+from d2l_bert.tokenization.sources import HowToRead, WhatToRead, file_source, open_sources
+from d2l_bert.training.finetuning.rows import read_file
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -90,10 +90,10 @@ def test_thousands_of_sources_are_opened_at_once_and_their_names_are_short(tmp_p
     contents = {f"{number:05d}.txt": f"{PEOPLE[number % len(PEOPLE)]} came {number} times." for number in range(3000)}
     names = [str(path) for path in sorted(write_files(tmp_path, contents).iterdir())]
     start = time.monotonic()
-    sources = open_sources(names, [], "train", TextConfig(), None)
+    sources = open_sources(WhatToRead(paths=names), HowToRead())
     assert len(sources) == 3000 and time.monotonic() - start < 10
     with pytest.raises(UserError, match="00000.txt is given twice"):
-        open_sources([*names, names[0]], [], "train", TextConfig(), None)
+        open_sources(WhatToRead(paths=[*names, names[0]]), HowToRead())
     prepared = prepare(TextConfig(corpus=names[:300], vocab_size=100))
     assert max(map(len, capsys.readouterr().err.splitlines())) < 700 and len(prepared.corpus_name) <= 200
     assert prepared.train.source_ends[-1] == len(prepared.train) and len(prepared.train.source_ends) == 300

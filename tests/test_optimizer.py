@@ -14,7 +14,8 @@ from d2l_bert.training.data.batches import counts_of
 from d2l_bert.training.data.order import START
 from d2l_bert.training.data.steps import Step
 from d2l_bert.training.devices import make_accelerator
-from d2l_bert.training.optimizer import Learner, MovingAverage, Muon, make_adamw, make_optimizers
+from d2l_bert.training.learner import Learner
+from d2l_bert.training.optimizers import MovingAverage, Muon, make_adamw, make_optimizers
 
 
 def is_decayed(name):
@@ -167,7 +168,7 @@ def make_learner():
 def step_of(learner):
     """A step of one micro-batch."""
     batch = make_batch(learner.model)
-    return Step([batch], counts_of(batch), START, words=0.0)
+    return Step([batch], counts_of([batch]), START, words=0.0)
 
 
 def test_a_trial_leaves_the_scale_as_it_was():

@@ -14,10 +14,10 @@ from stores import corpus_of
 
 from d2l_bert.tokenization.token_store import find
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.data import batches as packing
 from d2l_bert.training.data import order
-from d2l_bert.training.data.batches import Ranks
+from d2l_bert.training.data import rows as packing
 from d2l_bert.training.data.order import START, EpochPairs
+from d2l_bert.training.data.rows import Ranks
 
 
 def small(stretch_tokens, window_stretches):

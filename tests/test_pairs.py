@@ -208,6 +208,12 @@ def test_the_labels_are_balanced_in_a_small_text_too(pairing, documents):
     assert_balanced(labels, len(labels) / documents)  # blocks are drawn as a whole
 
 
+@pytest.mark.parametrize("option", [{"pairing": "paragraphs"}, {"objective": "auto"}])
+def test_an_unknown_kind_of_pairs_is_no_other_kind(option):
+    with pytest.raises(ValueError, match="no pairs are made by the pairing"):
+        Corpus([[5, 6]]).pairs(**{"pairing": "segments", "max_seq_length": 64, **option})
+
+
 @both_pairings
 def test_the_only_pair_of_a_text_has_no_label(pairing):
     assert Corpus([[5, 6]]).pairs(pairing, 64)["next_sentence_label"].tolist() == [NO_LABEL]

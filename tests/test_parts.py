@@ -66,7 +66,7 @@ def test_parts_hold_the_documents_and_tokens_of_their_texts_in_order(parts, text
     assert together.train.source_ends == list(itertools.accumulate(len(part.train) for part in each))
     assert (together.text_fingerprint, together.reading) == (whole.text_fingerprint, whole.reading)
     for name in ("characters", "unknown_characters", "dropped_marks"):
-        assert together.account[name] == sum(part.account[name] for part in each)
+        assert together.coverage[name] == sum(part.coverage[name] for part in each)
     assert together.corpus_name == "text-0, text-1, text-2, text-3"
 
 

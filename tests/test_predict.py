@@ -17,11 +17,11 @@ from transformers import AutoTokenizer, BertConfig, BertModel, pipeline
 from d2l_bert.__main__ import main
 from d2l_bert.messages import UserError
 from d2l_bert.tokenization import long_texts
-from d2l_bert.training.finetuning import output, tasks
+from d2l_bert.training.finetuning import cells
 from d2l_bert.training.finetuning.config import PredictConfig
+from d2l_bert.training.finetuning.features import truncated
 from d2l_bert.training.finetuning.predict import COLUMN_OPTIONS, restored_task
-from d2l_bert.training.finetuning.splits import Split
-from d2l_bert.training.finetuning.tasks import Row, truncated
+from d2l_bert.training.finetuning.rows import Row, Split, check_writable, write_predictions
 
 
 def predict(model, file, output, *options):
@@ -129,9 +129,9 @@ def test_excel_opens_the_csv_and_columns_of_other_names_are_found(classifier, tm
 )
 def test_no_cell_is_a_formula_for_excel_but_numbers_stay_numbers(tmp_path, cell, expected):
     column = cell if isinstance(cell, str) else "a"
-    split = Split(label="rows", name="rows", rows=[Row("row 1", {column: cell})], fingerprint="")
+    split = Split(title="rows", name="rows", rows=[Row("row 1", {column: cell})], fingerprint="")
     for is_for_excel in (False, True):
-        output.write_table(tmp_path / "out.csv", split, {"prediction": [cell]}, is_for_excel)
+        write_predictions(tmp_path / "out.csv", split, {"prediction": [cell]}, is_for_excel)
         with (tmp_path / "out.csv").open(encoding="utf-8-sig", newline="") as file:
             header, row = csv.reader(file, delimiter=";" if is_for_excel else ",")
         as_it_is = json.dumps(cell) if isinstance(cell, list) else str(cell)
@@ -241,7 +241,7 @@ def test_a_file_of_empty_texts_is_refused(classifier, tmp_path, fails):
 def test_a_table_that_cannot_be_written_is_refused_before_anything_is_predicted(
     value, classifier, tmp_path, fails, monkeypatch
 ):
-    monkeypatch.setattr("d2l_bert.training.finetuning.trainer.predict", pytest.fail)
+    monkeypatch.setattr("d2l_bert.training.finetuning.predict.outputs_of", pytest.fail)
     rows = [{"text": "Then Anna sold it.", "x": {} if value == {} else 1}, {"text": "Then Boris.", "x": value}]
     file = write_table(tmp_path / "rows.jsonl", rows)
     line = fails("predict", classifier, file, f"--output={tmp_path / 'out.parquet'}")
@@ -250,29 +250,29 @@ def test_a_table_that_cannot_be_written_is_refused_before_anything_is_predicted(
 
 def test_rows_with_keys_of_their_own_make_no_table_of_empty_cells(tmp_path):
     rows = [Row(f"line {n}", {"text": "a", f"key {n}": n}) for n in range(4000)]
-    split = Split(label="FILE rows.jsonl", name="rows.jsonl", rows=rows, fingerprint="")
+    split = Split(title="FILE rows.jsonl", name="rows.jsonl", rows=rows, fingerprint="")
     for name in ("out.csv", "out.parquet"):
         with pytest.raises(UserError, match="4,001 columns, of which a row has 2"):
-            output.check_table(tmp_path / name, split)
-    output.check_table(tmp_path / "out.jsonl", split)
-    output.write_table(tmp_path / "out.jsonl", split, {"prediction": ["b"] * 4000})
+            check_writable(tmp_path / name, split)
+    check_writable(tmp_path / "out.jsonl", split)
+    write_predictions(tmp_path / "out.jsonl", split, {"prediction": ["b"] * 4000})
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     assert json.loads(lines[7]) == {"text": "a", "key 7": 7, "prediction": "b"}
 
 
 def test_objects_with_names_of_their_own_make_no_parquet_file(tmp_path):
     rows = [Row(f"line {n}", {"text": "a", "x": [{f"key {n}": {"a": n}}]}) for n in range(2050)]
-    split = Split(label="FILE rows.jsonl", name="rows.jsonl", rows=rows, fingerprint="")
+    split = Split(title="FILE rows.jsonl", name="rows.jsonl", rows=rows, fingerprint="")
     with pytest.raises(UserError, match="more than 4,096 names in objects"):
-        output.check_table(tmp_path / "out.parquet", split)
-    output.check_table(tmp_path / "out.csv", split)
+        check_writable(tmp_path / "out.parquet", split)
+    check_writable(tmp_path / "out.csv", split)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
 def test_numbers_that_json_has_no_form_for_are_null(kind, tmp_path):
     odd = {"a": [1.5, float("nan")], "b": {"c": float("-inf")}}
-    split = Split(label="rows", name="rows", rows=[Row("line 1", odd)], fingerprint="")
-    output.write_table(tmp_path / f"out.{kind}", split, {})
+    split = Split(title="rows", name="rows", rows=[Row("line 1", odd)], fingerprint="")
+    write_predictions(tmp_path / f"out.{kind}", split, {})
     (row,) = read_csv(tmp_path / "out.csv") if kind == "csv" else [json.loads((tmp_path / "out.jsonl").read_text())]
     if kind == "csv":
         row = {name: json.loads(cell) for name, cell in row.items()}
@@ -328,14 +328,14 @@ def test_of_long_words_no_more_is_tokenized_than_a_fixed_number_of_characters(di
     most = long_texts.MOST_CHARACTERS
     for text in ("a" * (most + 9), "e\u0301" * most, " " * (2 * most)):
         for columns in ([[text]], [[text], ["short"]], [[text], [text]]):
-            assert truncated(Counting(), columns, 16)[1].startswith("1 ")
+            assert truncated(Counting(), columns, 16).note.startswith("1 ")
         assert len(long_texts.beginning_of(text, 16, plain)) == most
     assert max(lengths) == most
 
 
 @pytest.mark.parametrize("task", ["question-answering", "token-classification"])
 def test_what_is_read_in_windows_is_refused_beyond_the_length_of_a_book(task, trained, tmp_path, fails, monkeypatch):
-    monkeypatch.setattr(tasks, "LONGEST_READ_WHOLE", 50)
+    monkeypatch.setattr(cells, "LONGEST_READ_WHOLE", 50)
     (row,) = ROWS[task](1, 0)
     if task == "question-answering":
         row["context"] = row["context"] + " And so on." * 9
@@ -354,9 +354,9 @@ def test_long_texts_and_pairs_have_the_inputs_of_the_whole(direction, trained):
     pairs = ([texts, texts[::-1]], [texts, ["b! " * 25] * 5], [["c. " * 90], ["." * 180]])
     for columns in ([texts], *(pairs if direction == "right" else ())):
         for most in (8, 9, 10):
-            found, note = truncated(tokenizer, columns, most)
+            features = truncated(tokenizer, columns, most)
             batch = tokenizer(*columns, truncation=True, max_length=most)
-            assert [row["input_ids"] for row in found] == batch["input_ids"] and note
+            assert [row["input_ids"] for row in features.inputs] == batch["input_ids"] and features.note
 
 
 WRONG_RECORDS = [
@@ -416,7 +416,7 @@ def test_a_tag_of_words_without_pieces_is_one_of_the_tags():
 def test_a_record_without_a_part_that_its_task_needs_is_refused(task):
     config, record = PredictConfig(output="a.csv"), record_of(task)
     assert restored_task("m", {**record, "finetune": {"task": task, "option_of_tomorrow": 1}}, config).columns
-    for name in ("columns", *restored_task("m", record, config).learnt):
+    for name in ("columns", *restored_task("m", record, config).restored):
         learnt = {key: value for key, value in record["learnt"].items() if key != name}
         with pytest.raises(UserError, match="run_config.json"):
             restored_task("m", {**record, "learnt": learnt}, config)
@@ -475,10 +475,10 @@ def test_two_processes_train_and_measure_what_one_does(task, trained, tmp_path):
 def test_a_column_of_bytes_is_left_out_of_a_file_of_text_and_said(tmp_path, caplog):
     cells = [{"text": "a", "raw": None, "deep": []}, {"text": "b", "raw": b"\xff", "deep": [{"bytes": b"a"}]}]
     rows = [Row(f"row {number}", row) for number, row in enumerate(cells, 1)]
-    split = Split(label="rows.parquet", name="rows.parquet", rows=rows, fingerprint="")
+    split = Split(title="rows.parquet", name="rows.parquet", rows=rows, fingerprint="")
     for name in ("out.csv", "out.jsonl", "out.parquet"):
         caplog.clear()
-        output.write_table(tmp_path / name, split, {"prediction": ["x", "y"]})
+        write_predictions(tmp_path / name, split, {"prediction": ["x", "y"]})
         assert sum("bytes" in record.message for record in caplog.records) == (0 if name == "out.parquet" else 2)
     assert read_csv(tmp_path / "out.csv") == [{"text": "a", "prediction": "x"}, {"text": "b", "prediction": "y"}]
     lines = (tmp_path / "out.jsonl").read_text().splitlines()

@@ -20,9 +20,10 @@ from torch.nn import functional as F
 from d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
 from d2l_bert.__main__ import main
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.training.held_out import advice, held_out_counts, held_out_metrics, variety
-from d2l_bert.training.optimizer import Learner
+from d2l_bert.training.held_out import held_out_counts, held_out_metrics
+from d2l_bert.training.learner import Learner
 from d2l_bert.training.recipes import RECIPES
+from d2l_bert.training.report import advice, variety
 
 
 RUN = [*SMALL, "--mixed_precision=no", "--license=mit"]

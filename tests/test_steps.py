@@ -14,8 +14,9 @@ from d2l_bert.messages import UserError
 from d2l_bert.tokenization import prepare
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data import order
-from d2l_bert.training.data.batches import ALONE, Ranks
-from d2l_bert.training.data.order import START, EpochPairs
+from d2l_bert.training.data.batches import Counts
+from d2l_bert.training.data.order import START, Cursor, EpochPairs
+from d2l_bert.training.data.rows import ALONE, Ranks
 from d2l_bert.training.data.steps import Step, TrainingSteps, steps_ahead
 
 
@@ -118,7 +119,14 @@ def test_the_counts_of_a_step_are_those_of_its_sequences(text, packing):
     masked_tokens = sum(len(masked) for _, _, masked, *_ in sequences)
     padded_tokens = sum(batch["input_ids"].numel() for batch in step.micro_batches)
     squares = sum(length**2 for length in lengths)
-    assert step.counts.tolist() == [masked_tokens, 32, sum(lengths), padded_tokens, squares]
+    assert step.counts == Counts(
+        masked_tokens=masked_tokens,
+        examples=32,
+        tokens=sum(lengths),
+        padded_tokens=padded_tokens,
+        squared_lengths=squares,
+    )
+    assert step.counts.to_tensor("cpu").tolist() == list(step.counts)
 
 
 @pytest.mark.parametrize("length", [8, 20, 31, 47])
@@ -142,7 +150,7 @@ def test_a_resumed_run_goes_on_from_the_cursor_of_the_step_before_and_lays_out_n
     cursor, expected = step_at(whole, step - 1).cursor, sequences_of(step_at(whole, step).micro_batches)
     again, laid_out, pieces = make_steps(text), [], EpochPairs.pieces
     for stage in again.stages:
-        stage.pairs._open = None, None  # a new process has laid out nothing
+        stage.pairs._open_window = None  # a new process has laid out nothing
 
     def recorded(pairs, epoch, window):
         laid_out.append((pairs.length, epoch, window))
@@ -164,17 +172,17 @@ def test_without_workers_a_thread_makes_two_steps_ahead_while_this_one_is_taken(
         def draw(self, start, cursor):
             return iter(range(start, 6))
 
-        def __getitem__(self, number):
+        def make(self, number):
             threads.add(threading.current_thread())
             made[number].set()
             if number == 4:
                 raise ValueError("cache: cannot be written")
-            return Step([], torch.zeros(5), cursor=(0, 0, number), words=0.0)
+            return Step([], Counts(0, 0, 0, 0, 0), Cursor(0, 0, number), words=0.0)
 
     loaded = steps_ahead(Steps())
-    assert next(loaded).cursor[2] == 0 and made[3].wait(60)  # two beside the one that follows
+    assert next(loaded).cursor.first == 0 and made[3].wait(60)  # two beside the one that follows
     assert not made[4].is_set() and threading.current_thread() not in threads
-    assert [next(loaded).cursor[2] for _ in range(3)] == [1, 2, 3] and made[4].wait(60)
+    assert [next(loaded).cursor.first for _ in range(3)] == [1, 2, 3] and made[4].wait(60)
     with pytest.raises(ValueError, match="cannot be written"):
         next(loaded)
     assert list(steps_ahead(Steps(), 6)) == []
@@ -191,7 +199,7 @@ class FailingSteps:
     def draw(self, start, cursor):
         return iter(range(start, 6))
 
-    def __getitem__(self, number):
+    def make(self, number):
         self.fail()
 
 
@@ -237,7 +245,7 @@ def test_a_gpu_gets_no_attention_mask_where_no_token_is_padding_or_rows_are_pack
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
     steps, for_gpu = (make_steps(text, micro_batch_size=1, packing=packing, on_gpu=on_gpu) for on_gpu in (False, True))
     for _, made, loaded in zip(range(3), steps.walk(), steps_ahead(for_gpu), strict=False):
-        assert loaded.counts.tolist() == made.counts.tolist()
+        assert loaded.counts == made.counts
         for batch, found in zip(made.micro_batches, loaded.micro_batches, strict=True):
             assert all(any(tensor is other for other in pinned) for tensor in found.values())
             if packing or (batch["attention_mask"] == 1).all():

@@ -16,7 +16,7 @@ from d2l_bert import train_wordpiece
 from d2l_bert.tokenization import encoding, prepare, text_store, token_store, wordpiece
 from d2l_bert.tokenization.encoding import SentenceEncoder, prepare_tokens
 from d2l_bert.tokenization.rules import Rules
-from d2l_bert.tokenization.sources import file_source
+from d2l_bert.tokenization.sources import HowToRead, file_source
 from d2l_bert.tokenization.text_store import TextStore, held_out_documents, prepare_text
 from d2l_bert.tokenization.token_store import TokenizedCorpus, join_stores
 from d2l_bert.training.config import PretrainConfig
@@ -122,10 +122,10 @@ def test_what_the_cache_keeps_of_a_text_is_kept_apart_by_all_that_it_follows_fro
     options = [{"vocab_size": 300}, {"vocab_size": 60}, {"vocab_size": 300, "lowercase": False}]
     trained = [prepare.prepare(PretrainConfig(corpus=[str(books)], **some)) for some in options]
     assert len({wordpiece.tokenizer_fingerprint(prepared.tokenizer) for prepared in trained}) == 3
-    # An existing tokenizer has an account of its own.
+    # An existing tokenizer has a coverage of its own.
     few = BertTokenizer(vocab={piece: index for index, piece in enumerate([*wordpiece.SPECIAL_TOKENS, *"abc", "##a"])})
     run = PretrainConfig(corpus=[str(books)], max_unknown_share=1)
-    many, most = (prepare.prepare(run, tokenizer).account["unknown_characters"] for tokenizer in (other, few))
+    many, most = (prepare.prepare(run, tokenizer).coverage["unknown_characters"] for tokenizer in (other, few))
     assert most > 10 * many
 
 
@@ -134,7 +134,8 @@ def test_ids_of_a_large_vocabulary_are_whole_also_in_joined_stores(tmp_path):
     pieces = [*wordpiece.SPECIAL_TOKENS, *(f"w{number}" for number in range(70_000))]
     tokenizer = BertTokenizer(vocab={piece: index for index, piece in enumerate(pieces)})
     (tmp_path / "rows.txt").write_text("".join(f"w{number} w69999.\n" for number in range(40)))
-    part = TextStore(prepare_text([file_source(tmp_path / "rows.txt", documents="line")], "en", tmp_path)).part()
+    source = file_source(tmp_path / "rows.txt", HowToRead(documents="line"))
+    part = TextStore(prepare_text([source], "en", tmp_path)).part()
     corpus = TokenizedCorpus(prepare_tokens(part, tokenizer, tmp_path))
     assert corpus.ids.max() == 5 + 69_999 and corpus.ids[0] == 5
     (tmp_path / "joined").mkdir()

@@ -12,9 +12,8 @@ from d2l_bert.__main__ import main
 from d2l_bert.messages import UserError
 from d2l_bert.model_cards import card, pictures
 from d2l_bert.options import what_is_wrong
-from d2l_bert.training.finetuning import metrics, output
-from d2l_bert.training.finetuning.splits import Split
-from d2l_bert.training.finetuning.tasks import Row
+from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning.rows import Row, Split, write_predictions
 from d2l_bert.training.run_folder import refuse_foreign_entries
 
 
@@ -127,9 +126,9 @@ def test_each_class_has_its_row_in_the_report_whatever_its_name():
 
 
 def test_no_new_column_takes_the_place_of_another(tmp_path):
-    split = Split(label="rows", name="rows", rows=[Row("row 1", {"probability of a": "x"})], fingerprint="f")
+    split = Split(title="rows", name="rows", rows=[Row("row 1", {"probability of a": "x"})], fingerprint="f")
     predicted = {"probability of a": [0.25], "probability of a (predicted)": [0.75]}
-    output.write_table(tmp_path / "p.jsonl", split, predicted)
+    write_predictions(tmp_path / "p.jsonl", split, predicted)
     row = json.loads((tmp_path / "p.jsonl").read_text())
     assert row["probability of a"] == "x" and sorted(row.values(), key=str)[:2] == [0.25, 0.75] and len(row) == 3
 

@@ -24,9 +24,9 @@ from d2l_bert.inference import demo
 from d2l_bert.messages import UserError
 from d2l_bert.model_cards.card import carry_card
 from d2l_bert.modeling import conversion
-from d2l_bert.tokenization import model_files
+from d2l_bert.tokenization import tokenizer_files, weight_files
 from d2l_bert.tokenization.existing_tokenizers import check_inputs
-from d2l_bert.tokenization.model_files import is_endless
+from d2l_bert.tokenization.patterns import is_endless
 from d2l_bert.tokenization.wordpiece import save_tokenizer, stock_tokenizer
 
 
@@ -353,7 +353,7 @@ def test_names_of_weights_beyond_any_model_s_are_not_read(model, monkeypatch):
     header = json.dumps(empty).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     assert "header" in refusal("embed")
-    monkeypatch.setattr(model_files, "MOST_WEIGHTS", 3)
+    monkeypatch.setattr(weight_files, "MOST_WEIGHTS", 3)
     model("bert")
     assert "more than any model has" in refusal("embed")
 
@@ -615,7 +615,7 @@ COSTLY = {
 def test_a_tokenizer_that_costs_much_is_refused_before_a_library_reads_it(what, model, monkeypatch):
     folder = model("bert")
     change_rules(folder, COSTLY[what])
-    monkeypatch.setattr(model_files, "Tokenizer", None)  # nothing is made of it
+    monkeypatch.setattr(tokenizer_files, "Tokenizer", None)  # nothing is made of it
     for command in ("fill-mask", "from bert"):
         said = refusal(command)
         assert "do not use this tokenizer" in said or "put back the model's own" in said
@@ -704,7 +704,7 @@ def test_tokenizers_of_stock_encoders_are_taken_and_left_as_they_are():
         backend.enable_padding(length=128)
         before = backend.to_str()
         check_inputs(tokenizer, segments=2)
-        model_files.check_steps(Path("a model"), json.loads(before))
+        tokenizer_files.check_steps(Path("a model"), json.loads(before))
         assert backend.to_str() == before
 
 

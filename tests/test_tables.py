@@ -17,13 +17,12 @@ import pytest
 from text_sources import lines_of, packed_by_zstd, texts, write_files, write_table
 
 from d2l_bert.messages import UserError
-from d2l_bert.tokenization.config import TextConfig
-from d2l_bert.tokenization.prepare import open_sources
-from d2l_bert.tokenization.sources import dataset_errors, file_source, lines_and_cells
+from d2l_bert.tokenization.files import lines_and_cells
+from d2l_bert.tokenization.hub_datasets import dataset_errors
+from d2l_bert.tokenization.sources import HowToRead, WhatToRead, file_source, open_sources
 from d2l_bert.tokenization.tables import file_kind
-from d2l_bert.training.finetuning import splits
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.splits import read_file
+from d2l_bert.training.finetuning.rows import read_dataset, read_file
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.csv", "a.csv.zst", "a.parquet"])
@@ -32,7 +31,7 @@ def test_a_table_row_is_a_document(name, column, tmp_path):
     rows = ["First, with a comma.\n\nSecond – naïve.", None, "Another document.\nOf two lines."]
     write_table(tmp_path / name, [{"id": str(number), column: text} for number, text in enumerate(rows)])
     for path in (tmp_path / name, tmp_path):  # given by its name, then found in its folder
-        assert texts(file_source(path, column)) == [
+        assert texts(file_source(path, HowToRead(text_column=column))) == [
             ["First, with a comma.", "Second – naïve."],
             ["Another document.", "Of two lines."],
         ]
@@ -182,7 +181,7 @@ def test_the_separator_is_said_and_another_can_be_given(content, given, cells, s
     caplog.set_level("INFO")
     file = write_files(tmp_path, {"rows.csv": content}) / "rows.csv"
     assert lines_of(str(file), "text", given) == columns_of(file, given)["text"] == cells
-    (source,) = open_sources([str(file)], [], "train", TextConfig(separator=given), None)
+    (source,) = open_sources(WhatToRead(paths=[str(file)]), HowToRead(separator=given))
     assert texts(source) == [[cell] for cell in cells]
     assert (source.identity == file_source(file).identity) == (given == "auto")
     assert {message.partition("the separator is ")[2].partition(",")[0] for message in caplog.messages} <= {said}
@@ -363,7 +362,7 @@ def test_a_dataset_with_such_a_time_is_read(tmp_path):
     (tmp_path / "saved").mkdir()
     pq.write_table(pa.table({"text": ["one", "two"], "time": times}), tmp_path / "saved" / "train.parquet")
     config = FinetuneConfig(model="", task="text-classification", dataset=str(tmp_path / "saved"), output_dir="")
-    (split,) = splits._read_dataset(str(tmp_path / "saved"), config, ()).values()
+    (split,) = read_dataset(str(tmp_path / "saved"), config, ()).values()
     assert split.rows[1].cells == {"text": "two", "time": "33658-09-27T01:46:40.000000"}
 
 

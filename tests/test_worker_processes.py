@@ -14,9 +14,10 @@ import torch
 from huggingface_hub import constants
 from promises.driving import wait_for
 
-from d2l_bert.folders import atomic_folder, write_once
+from d2l_bert.folders import atomic_folder
 from d2l_bert.messages import UserError, messages_shown
 from d2l_bert.tokenization import text_store
+from d2l_bert.tokenization.cache import write_once
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.tokenization.processes import in_order

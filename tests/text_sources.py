@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from d2l_bert.tokenization import tables
-from d2l_bert.tokenization.sources import lines_and_cells
+from d2l_bert.tokenization.files import lines_and_cells
 
 
 def packed_by_zstd(data):

@@ -83,13 +83,15 @@ class SourceConfig(Options):
         Write a `datasets.Dataset` that stands in place of a name to the cache, so that it has a name.
 
         Raises:
-            UserError: as in `sources.dataset_folder`.
+            UserError: as in `hub_datasets.dataset_folder`.
         """
         for name in {"dataset", "validation_dataset"} & vars(self).keys():
             given = getattr(self, name)
             given = given if isinstance(given, (list, str)) else [given]
             if any(not isinstance(one, str) for one in given):
-                from d2l_bert.tokenization.sources import dataset_folder as named  # a command's help needs no PyArrow
+                from d2l_bert.tokenization.hub_datasets import (
+                    dataset_folder as named,  # a command's help needs no PyArrow
+                )
 
                 setattr(self, name, [one if isinstance(one, str) else named(one, self.text_column) for one in given])
 

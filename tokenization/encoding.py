@@ -3,13 +3,14 @@
 import functools
 import itertools
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from d2l_bert.folders import cached
+from d2l_bert.tokenization.cache import cached
 from d2l_bert.tokenization.processes import in_order
 from d2l_bert.tokenization.rules import NO_CONTROLS, ZERO_WIDTH_SPACE, WordUnit
 from d2l_bert.tokenization.text_store import Blocks, TextPart
@@ -51,14 +52,16 @@ def prepare_tokens(
     backend = text_backend(tokenizer)
 
     def write(partial):
-        text, blocks = part.text, part.blocks
+        text = part.text
+        blocks = part.blocks
         at_once = max(1, len(blocks) * TOKENIZED_AT_ONCE // max(part.characters(), 1))
         documents = text.documents[blocks]
         ends_document = np.diff(documents, append=-1) != 0
         spans = []
         for some in np.split(np.arange(len(blocks)), range(at_once, len(blocks), at_once)):
-            ended = documents[some][ends_document[some]]
-            spans.append((blocks[some], np.flatnonzero(ends_document[some]), text.hashes[ended], text.sources[ended]))
+            last_blocks = np.flatnonzero(ends_document[some])
+            ended = documents[some][last_blocks]
+            spans.append(Span(blocks[some], last_blocks, text.hashes[ended], text.sources[ended]))
         tokenize = functools.partial(_tokenize, (text.folder, backend, word_unit))
         sections = in_order(tokenize, spans, min(processes, len(spans)))
         write_store(partial, len(tokenizer), text.source_count, sections, documents=part.document_count())
@@ -69,6 +72,23 @@ def prepare_tokens(
     )
 
 
+@dataclass(frozen=True)
+class Span:
+    """
+    Consecutive blocks that a process encodes in one call.
+
+    Args:
+        blocks: their numbers (n,).
+        last_blocks: which of them end a document, counted from the first (d,).
+        hashes, sources: the hash, and the number of the source, of each of these documents (d,).
+    """
+
+    blocks: np.ndarray
+    last_blocks: np.ndarray
+    hashes: np.ndarray
+    sources: np.ndarray
+
+
 @functools.lru_cache(maxsize=1)
 def _opened(folder, backend, word_unit):
     """What a process reads text and encodes it with, opened once."""
@@ -76,15 +96,15 @@ def _opened(folder, backend, word_unit):
 
 
 def _tokenize(arguments, span):
-    """The `Section` of some blocks, given with those among them that end a document, and these documents."""
-    (text, encode), (blocks, last_blocks, hashes, sources) = _opened(*arguments), span
-    rows = pa.Table.from_batches(text.read(blocks))
+    """The `Section` of a span of the text."""
+    text, encode = _opened(*arguments)
+    rows = pa.Table.from_batches(text.read(span.blocks))
     block_ends = np.cumsum(pc.list_value_length(rows["sentences"]).to_numpy())
     ids, lengths, words = encode(pc.list_flatten(rows["sentences"]).to_pylist())
     has_tokens = lengths > 0
     kept_before = np.append(0, np.cumsum(has_tokens))  # the number of sentences with tokens before each sentence
-    document_ends = kept_before[block_ends[last_blocks]]
-    return Section(ids, lengths[has_tokens], words[has_tokens], document_ends, hashes, sources)
+    document_ends = kept_before[block_ends[span.last_blocks]]
+    return Section(ids, lengths[has_tokens], words[has_tokens], document_ends, span.hashes, span.sources)
 
 
 class SentenceEncoder:
@@ -105,14 +125,15 @@ class SentenceEncoder:
         self.backend = plain_backend(backend)
         parts = json.loads(backend)
         added = self.backend.get_added_tokens_decoder().values()
-        self.by_word = _is_word_by_word(parts["normalizer"] or {}, parts["pre_tokenizer"] or {}) and not any(
-            len(token.content.split()) > 1 for token in added
-        )
+        has_long_token = any(len(token.content.split()) > 1 for token in added)
+        is_word_by_word = _is_word_by_word(parts["normalizer"] or {}, parts["pre_tokenizer"] or {})
+        self.by_word = is_word_by_word and not has_long_token
         self.begins_word = None
         if word_unit == "tokenizer":
             vocabulary = self.backend.get_vocab()
+            continuations = [index for piece, index in vocabulary.items() if piece.startswith(CONTINUATION)]
             self.begins_word = np.ones(max(vocabulary.values()) + 1, dtype=np.int64)
-            self.begins_word[[index for piece, index in vocabulary.items() if piece.startswith(CONTINUATION)]] = 0
+            self.begins_word[continuations] = 0
         self.known = {}
 
     def __call__(self, sentences: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -126,7 +147,8 @@ class SentenceEncoder:
         new = list(set(itertools.chain.from_iterable(units)).difference(self.known))
         for unit, encoding in zip(new, self.backend.encode_batch_fast(new, add_special_tokens=False), strict=True):
             self.known[unit] = encoding.ids
-        ids, ends = [], []
+        ids = []
+        ends = []
         for units_of_sentence in units:
             for unit in units_of_sentence:
                 ids += self.known[unit]
@@ -144,14 +166,17 @@ class SentenceEncoder:
 
 def _is_word_by_word(normalizer, pre_tokenizer):
     """Whether a tokenizer, in its JSON, treats each word between spaces by itself: as BERT's do, and as `Rules` do."""
-    steps = normalizer.get("normalizers", [normalizer])
-    kinds = [step.get("type") for step in steps]
-    replaced = {step["pattern"].get("Regex") for step in steps if step.get("type") == "Replace"}
-    splits = [step.get("type") for step in pre_tokenizer.get("pretokenizers", [pre_tokenizer])]
-    return (
-        kinds[-1] == "BertNormalizer"
-        and {*kinds[:-1]} <= {"NFC", "NFKC", "Replace"}
-        and replaced <= {ZERO_WIDTH_SPACE, NO_CONTROLS}
-        and splits[0] == "BertPreTokenizer"
-        and {*splits[1:]} <= {"Split"}
-    )
+    normalizers = normalizer.get("normalizers", [normalizer])
+    pre_tokenizers = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    if not normalizers or not pre_tokenizers:  # a sequence of nothing
+        return False
+    *before, last = normalizers
+    first, *behind = pre_tokenizers
+    if last.get("type") != "BertNormalizer" or first.get("type") != "BertPreTokenizer":
+        return False
+    for step in before:
+        kind = step.get("type")
+        is_ours = kind == "Replace" and step["pattern"].get("Regex") in (ZERO_WIDTH_SPACE, NO_CONTROLS)
+        if kind not in ("NFC", "NFKC") and not is_ours:
+            return False
+    return all(step.get("type") == "Split" for step in behind)

@@ -9,12 +9,11 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from transformers import BertTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from d2l_bert.messages import UserError, reading_model, refuse_first
-from d2l_bert.tokenization.model_files import (
+from d2l_bert.messages import UserError, reading_model
+from d2l_bert.tokenization.model_files import check_within, find_file
+from d2l_bert.tokenization.tokenizer_files import (
     BERT_ROLES,
     check_tokenizer_rules,
-    check_within,
-    find_file,
     panics_explained,
     read_vocabulary,
 )
@@ -72,8 +71,7 @@ def read_tokenizer(name: str, config) -> PreTrainedTokenizerBase:
         check_inputs(tokenizer, getattr(config, "type_vocab_size", None) or 0)
     if getattr(config, "type_vocab_size", 2) == 1:
         # A model with one segment, such as AlephBERT, has no second number for a second text.
-        names = [each for each in tokenizer.model_input_names if each != "token_type_ids"]
-        tokenizer.model_input_names = names
+        tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
     return tokenizer
 
 
@@ -97,19 +95,26 @@ def check_inputs(tokenizer: PreTrainedTokenizerBase, segments: int) -> None:
     if tokenizer.mask_token_id is not None and tokenizer.mask_token_id in others:
         raise UserError(f"its mask, {tokenizer.mask_token!r:.50}, is another special token, too; {way_out}")
     backend = tokenizer.backend_tokenizer
-    truncation, padding = backend.truncation, backend.padding
+    truncation = backend.truncation
+    padding = backend.padding
     backend.no_truncation()
     backend.no_padding()
     for texts in (("a word",), ("a word", "and another")):
         what = "a pair of texts" if len(texts) > 1 else "a text"
         encoding = backend.encode(*texts)
-        expected = [backend.encode(text, add_special_tokens=False).ids for text in texts]
-        numbers = [number for number in encoding.sequence_ids if number is not None]
-        found = [
-            token for token, number in zip(encoding.ids, encoding.sequence_ids, strict=True) if number is not None
-        ]
-        around = [token for token, number in zip(encoding.ids, encoding.sequence_ids, strict=True) if number is None]
-        if numbers != sorted(numbers) or found != sum(expected, []):
+        expected = []
+        for text in texts:
+            expected += backend.encode(text, add_special_tokens=False).ids
+        numbers = []  # of the text that each token is from
+        found = []
+        around = []
+        for token, number in zip(encoding.ids, encoding.sequence_ids, strict=True):
+            if number is None:
+                around.append(token)
+            else:
+                numbers.append(number)
+                found.append(token)
+        if numbers != sorted(numbers) or found != expected:
             raise UserError(f"its tokenizer leaves out or moves tokens of {what} (post_processor); {way_out}")
         if not 1 <= len(around) <= MOST_AROUND:
             raise UserError(
@@ -159,89 +164,115 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
             with BERT's special tokens.
     """
     with reading_model(name, "tokenizer "):
-        file = _bare_file(Path(name))
-        if file is not None and Path(name).is_dir():
-            check_within(file, Path(name))
-        has_one = file is not None or has_tokenizer(name)
-        refuse_first({"it holds no tokenizer, such as a tokenizer.json or a vocab.txt; give one": not has_one})
-        tokenizer = stock_tokenizer(name) if file is None else _read_file(file)
-        is_bert = isinstance(tokenizer, BertTokenizer)
-        model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
-        refuse_first(
-            {
-                f"it is a {type(tokenizer).__name__} of {type(model).__name__}, and must be a BertTokenizer, or a "
-                f"PreTrainedTokenizerFast of WordPiece; give another": (
-                    type(model).__name__ != "WordPiece" or not (is_bert or type(tokenizer) is PreTrainedTokenizerFast)
-                )
-            }
-        )
-        missing = [role.removesuffix("_token") for role in BERT_ROLES if getattr(tokenizer, f"{role}_id") is None]
-        tokens = [token for role in BERT_ROLES if (token := getattr(tokenizer, role)) is not None]
-        # One that is between brackets or the like, as all special tokens of stock models are, is no word of a text.
-        words = [token for token in tokens if not re.fullmatch(r"[^\w\s#].+[^\w\s]", token)]
-        refuse_first(
-            {
-                f"it has no {', '.join(missing)} token, and must have BERT's five; give another": missing,
-                f"two of its special tokens are one ({', '.join(map(repr, tokens))}); give another": (
-                    len({tokenizer.convert_tokens_to_ids(token) for token in tokens}) < len(tokens)
-                ),
-                f"its special token {min(words, default='')!r:.50} is a word or a piece of one; give another": words,
-                f"its pieces inside of words begin with {model.continuing_subword_prefix!r}, not {CONTINUATION!r}; "
-                f"give another": model.continuing_subword_prefix != CONTINUATION,
-                f"an unknown word is {model.unk_token}, and its unk token {tokenizer.unk_token}; make them one": (
-                    model.unk_token != tokenizer.unk_token
-                ),
-                "its ids are not the numbers from 0 on, each once; give another": (
-                    sorted(tokenizer.get_vocab().values()) != list(range(len(tokenizer)))
-                ),
-            }
-        )
-    if not is_bert:
+        tokenizer = _read_any(name)
+        _check_class(tokenizer)
+        _check_special_tokens(tokenizer)
+        _check_word_pieces(tokenizer)
+    if not isinstance(tokenizer, BertTokenizer):
         give_bert_inputs(tokenizer)
     return tokenizer
 
 
+def _read_any(name):
+    """The tokenizer of a bare file, or of a model's folder or repository; raises `UserError` if there is none."""
+    file = _bare_file(Path(name))
+    if file is None:
+        if not has_tokenizer(name):
+            raise UserError("it holds no tokenizer, such as a tokenizer.json or a vocab.txt; give one")
+        return stock_tokenizer(name)
+    if Path(name).is_dir():
+        check_within(file, Path(name))
+    return _read_tokenizer_json(file) if file.suffix == ".json" else _read_vocab_txt(file)
+
+
 def _bare_file(path):
     """The one file of a tokenizer, if `path` is it, or a folder with it and no settings of a tokenizer or a model."""
-    if any((path / file).exists() for file in ("tokenizer_config.json", "config.json")):
+    if (path / "tokenizer_config.json").exists() or (path / "config.json").exists():
         return None
-    return next((file for file in (path, path / "tokenizer.json", path / "vocab.txt") if file.is_file()), None)
+    for file in (path, path / "tokenizer.json", path / "vocab.txt"):
+        if file.is_file():
+            return file
+    return None
 
 
-def _read_file(file):
-    """
-    The tokenizer of BERT's vocab.txt, in lower case if no entry has a capital letter; or of a tokenizer.json, a
-    `BertTokenizer` if that has the same rules.
-    """
-    is_text = file.suffix != ".json"
-    if not is_text:
-        check_tokenizer_rules(file)
+def _read_vocab_txt(file):
+    """The tokenizer of BERT's vocab.txt: in lower case if no entry has a capital letter."""
+    entries = read_vocabulary(file)
+    _check_five_special_tokens(entries)
+    [(entry, times)] = Counter(entries).most_common(1)
+    if times > 1:
+        raise UserError(f"the entry {entry!r} stands there twice; give each entry once")
+    is_cased = has_capitals(entries)
+    logger.info(f"{file}: read as BERT's vocabulary, {'with capital letters' if is_cased else 'in lower case'}")
+    decomposed = unicodedata.normalize("NFD", "".join(entries))
+    has_marks = any(unicodedata.category(character) == "Mn" for character in decomposed)
+    vocabulary = {entry: index for index, entry in enumerate(entries)}
+    strip_accents = False if has_marks else None
+    return BertTokenizer(vocab=vocabulary, do_lower_case=not is_cased, strip_accents=strip_accents)
+
+
+def _read_tokenizer_json(file):
+    """The tokenizer of a tokenizer.json: a `BertTokenizer` if that has the same rules."""
+    check_tokenizer_rules(file)
     with panics_explained():
-        backend = None if is_text else Tokenizer.from_file(str(file))
-    entries = read_vocabulary(file) if is_text else [*backend.get_vocab()]
-    missing = [token for token in SPECIAL_TOKENS if token not in entries]
-    (most, times), *_ = Counter(entries).most_common(1)
-    refuse_first(
-        {
-            f"it has no {', '.join(missing)}, and must have BERT's five special tokens; give another": missing,
-            f"the entry {most!r} stands there twice; give each entry once": times > 1,
-        }
-    )
-    if is_text:
-        is_cased = has_capitals(entries)
-        logger.info(f"{file}: read as BERT's vocabulary, {'with capital letters' if is_cased else 'in lower case'}")
-        has_marks = any(unicodedata.category(each) == "Mn" for each in unicodedata.normalize("NFD", "".join(entries)))
-        return BertTokenizer(
-            vocab={entry: index for index, entry in enumerate(entries)},
-            do_lower_case=not is_cased,
-            strip_accents=False if has_marks else None,
-        )
+        backend = Tokenizer.from_file(str(file))
+    _check_five_special_tokens(backend.get_vocab())
+    normalizer = backend.normalizer
     bert = BertTokenizer(
         vocab=backend.get_vocab(with_added_tokens=False),
-        do_lower_case=getattr(backend.normalizer, "lowercase", False),
-        strip_accents=getattr(backend.normalizer, "strip_accents", None),
-        tokenize_chinese_chars=getattr(backend.normalizer, "handle_chinese_chars", True),
+        do_lower_case=getattr(normalizer, "lowercase", False),
+        strip_accents=getattr(normalizer, "strip_accents", None),
+        tokenize_chinese_chars=getattr(normalizer, "handle_chinese_chars", True),
     )
-    has_others = backend.get_vocab_size() > backend.get_vocab_size(with_added_tokens=False)
-    is_bert = not has_others and rules_of(bert.backend_tokenizer) == rules_of(backend)
+    has_added_tokens = backend.get_vocab_size() > backend.get_vocab_size(with_added_tokens=False)
+    is_bert = not has_added_tokens and rules_of(bert.backend_tokenizer) == rules_of(backend)
     return bert if is_bert else general_tokenizer(backend)
+
+
+def _check_five_special_tokens(entries):
+    """Refuse a vocabulary without one of BERT's special tokens."""
+    missing = [token for token in SPECIAL_TOKENS if token not in entries]
+    if missing:
+        raise UserError(f"it has no {', '.join(missing)}, and must have BERT's five special tokens; give another")
+
+
+def _check_class(tokenizer):
+    """Refuse a tokenizer of another class, or of another model than WordPiece."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    model = type(getattr(backend, "model", None)).__name__
+    is_known = isinstance(tokenizer, BertTokenizer) or type(tokenizer) is PreTrainedTokenizerFast
+    if model != "WordPiece" or not is_known:
+        raise UserError(
+            f"it is a {type(tokenizer).__name__} of {model}, and must be a BertTokenizer, or a "
+            f"PreTrainedTokenizerFast of WordPiece; give another"
+        )
+
+
+def _check_special_tokens(tokenizer):
+    """Refuse a tokenizer whose five special tokens are not there, are not five, or are words of a text."""
+    missing = [role.removesuffix("_token") for role in BERT_ROLES if getattr(tokenizer, f"{role}_id") is None]
+    if missing:
+        raise UserError(f"it has no {', '.join(missing)} token, and must have BERT's five; give another")
+    tokens = [getattr(tokenizer, role) for role in BERT_ROLES]
+    if len(set(tokenizer.convert_tokens_to_ids(tokens))) < len(tokens):
+        raise UserError(f"two of its special tokens are one ({', '.join(map(repr, tokens))}); give another")
+    # A token between brackets or the like, as all special tokens of stock models are, is no word of a text.
+    words = [token for token in tokens if not re.fullmatch(r"[^\w\s#].+[^\w\s]", token)]
+    if words:
+        raise UserError(f"its special token {min(words)!r:.50} is a word or a piece of one; give another")
+
+
+def _check_word_pieces(tokenizer):
+    """Refuse another mark of pieces inside of words, two unknown tokens, and ids with gaps."""
+    model = tokenizer.backend_tokenizer.model
+    if model.continuing_subword_prefix != CONTINUATION:
+        raise UserError(
+            f"its pieces inside of words begin with {model.continuing_subword_prefix!r}, not {CONTINUATION!r}; "
+            f"give another"
+        )
+    if model.unk_token != tokenizer.unk_token:
+        raise UserError(
+            f"an unknown word is {model.unk_token}, and its unk token {tokenizer.unk_token}; make them one"
+        )
+    if sorted(tokenizer.get_vocab().values()) != list(range(len(tokenizer))):
+        raise UserError("its ids are not the numbers from 0 on, each once; give another")

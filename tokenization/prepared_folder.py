@@ -6,6 +6,7 @@ A prepared folder that makes one corpus with others is called a part.
 """
 
 import dataclasses
+import itertools
 import json
 import logging
 import math
@@ -20,15 +21,16 @@ from typing import TypedDict
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from d2l_bert.folders import cache_folder, cached, content_hash, short_hash
-from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, refuse_first, shortened
+from d2l_bert.folders import content_hash, short_hash
+from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, shortened
 from d2l_bert.records import check_type, inside, read_record
 from d2l_bert.tokenization import wordpiece
-from d2l_bert.tokenization.account import AccountRecord, check_account
+from d2l_bert.tokenization.cache import cache_folder, cached
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
+from d2l_bert.tokenization.coverage import Coverage, check_count, check_coverage
 from d2l_bert.tokenization.existing_tokenizers import load_tokenizer
+from d2l_bert.tokenization.files import PREPARED_FILE
 from d2l_bert.tokenization.rules import Rules, WordUnit
-from d2l_bert.tokenization.sources import PREPARED_FILE
 from d2l_bert.tokenization.token_store import (
     ARRAYS,
     STORE_FILE,
@@ -85,7 +87,7 @@ class CountsRecord(TypedDict):
     hub_datasets: list[str]
     text_fingerprint: int
     reading: dict[str, int]
-    account: AccountRecord
+    account: Coverage
     tokenizer: TokenizerRecord
 
 
@@ -102,15 +104,19 @@ class PreparedRecord(TypedDict):
 def corpus_is_prepared(run: TextConfig) -> bool:
     """Whether the corpus of a run consists of prepared folders only, which have a record."""
     paths = run.text_paths()
-    return not run.dataset and bool(paths) and all(os.path.isfile(Path(path) / PREPARED_FILE) for path in paths)
+    if run.dataset or not paths:
+        return False
+    return all(os.path.isfile(Path(path) / PREPARED_FILE) for path in paths)
 
 
 def fixed_options(run: TextConfig) -> dict[str, str]:
     """The options whose values follow from the tokenizer or the prepared folder that a run names; what fixes each."""
-    fixed, tokenizer = {}, run.existing_tokenizer()
-    if tokenizer is not None:  # extend_vocab goes with an existing tokenizer, and uses min_frequency
+    fixed = {}
+    tokenizer = run.existing_tokenizer()
+    if tokenizer is not None:
+        # extend_vocab goes with an existing tokenizer, and uses min_frequency.
         free = {"min_frequency"} if run.extend_vocab else set()
-        fixed = dict.fromkeys({*TOKENIZER_TRAINING_OPTIONS} - free, f"the tokenizer of {tokenizer}")
+        fixed |= dict.fromkeys({*TOKENIZER_TRAINING_OPTIONS} - free, f"the tokenizer of {tokenizer}")
     if corpus_is_prepared(run):
         free = {"corpus", "max_unknown_share"}
         if run.validation_corpus or run.validation_dataset:  # how a validation text is read
@@ -124,7 +130,7 @@ def fixed_options(run: TextConfig) -> dict[str, str]:
 # The text
 
 
-@dataclass
+@dataclass(frozen=True)
 class PreparedText:
     """
     A tokenized text to train on, and one to evaluate on.
@@ -136,8 +142,8 @@ class PreparedText:
         source_fingerprints: a hash of each source's identity.
         text_fingerprint: a hash of all sentences (`TextStore.fingerprint`).
         reading: how many documents, paragraphs and so on were read, left out or cut, by what they are (`TextStore`).
-        account: what the tokenizer makes of the training text, or of a sample of it (`account.account_of`).
-        tokenizer_report: facts about the tokenizer (`account.facts_of`), its `word_unit`, and its `unknown_share` of
+        coverage: what the tokenizer makes of the training text, or of a sample of it (`coverage.coverage_of`).
+        tokenizer_report: facts about the tokenizer (`coverage.facts_of`), its `word_unit`, and its `unknown_share` of
             the text to evaluate on.
         train: the documents to train on.
         held_out: the documents to evaluate on: held out of the text, or all of a separate validation text.
@@ -152,11 +158,11 @@ class PreparedText:
     source_fingerprints: list[str]
     text_fingerprint: int
     reading: dict[str, int]
-    account: dict
+    coverage: Coverage
     tokenizer: PreTrainedTokenizerBase
     tokenizer_report: dict
     train: TokenizedCorpus
-    held_out: TokenizedCorpus | None = None
+    held_out: TokenizedCorpus
     validation: dict | None = None
 
     def held_out_name(self) -> str:
@@ -165,14 +171,12 @@ class PreparedText:
 
     def summary(self) -> str:
         """One line with the numbers of documents and tokens, and the size of the vocabulary."""
-        counts = self.counts()
-        report = counts["tokenizer"]
+        report = self.counts()["tokenizer"]
         unit = " (as the tokenizer splits them)" if report["word_unit"] == "tokenizer" else ""
         held_out = "held out" if self.validation is None else f"of {self.held_out_name()} to evaluate on"
-        train, others = (counted(counts[f"{part}_documents"], "document") for part in STORES)
         return (
-            f"{self.corpus_name}: {train}, {counts['train_tokens']:,} tokens to train on; "
-            f"{others}, {counts['held_out_tokens']:,} tokens {held_out}; "
+            f"{self.corpus_name}: {counted(len(self.train), 'document')}, {len(self.train.ids):,} tokens to train on; "
+            f"{counted(len(self.held_out), 'document')}, {len(self.held_out.ids):,} tokens {held_out}; "
             f"vocabulary {len(self.tokenizer):,}: there {report['pieces_per_word']:.2f} pieces a word{unit}, "
             f"{report['unknown_share']:.2%} of the characters in [UNK]"
         )
@@ -183,7 +187,12 @@ class PreparedText:
 
     def counts(self) -> dict:
         """The entry `data` of run_config.json: names, fingerprints, numbers of documents, tokens and words."""
-        train_words, words = (int(of.words_before[-1]) for of in (self.train, self.held_out))
+        held_out_words = self.held_out.word_count()
+        tokenizer = {
+            **self.tokenizer_report,
+            "words": held_out_words,
+            "pieces_per_word": len(self.held_out.ids) / max(held_out_words, 1),
+        }
         return {
             "corpus_name": self.corpus_name,
             "corpus_fingerprint": self.fingerprint(),
@@ -191,17 +200,13 @@ class PreparedText:
             "held_out_fingerprint": self.held_out.fingerprint,
             "hub_datasets": self.hub_datasets,
             "reading": self.reading,
-            "account": self.account,
+            "account": self.coverage,
             "train_documents": len(self.train),
             "train_tokens": len(self.train.ids),
-            "train_words": train_words,
+            "train_words": self.train.word_count(),
             "held_out_documents": len(self.held_out),
             "held_out_tokens": len(self.held_out.ids),
-            "tokenizer": {
-                **self.tokenizer_report,
-                "words": words,
-                "pieces_per_word": len(self.held_out.ids) / max(words, 1),
-            },
+            "tokenizer": tokenizer,
             "validation": self.validation,
         }
 
@@ -223,11 +228,11 @@ def write_prepared_folder(text: PreparedText, folder: Path) -> None:
         (folder / name).mkdir()
         for file in STORE_FILES:  # `shutil.copytree` would hide why a write fails
             shutil.copyfile(getattr(text, name).folder / file, folder / name / file)
-    files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": content_hash(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            name = path.relative_to(folder).as_posix()
+            files[name] = {"bytes": path.stat().st_size, "sha256": content_hash(path)}
     for name in STORES:  # the copies may not be what was written into the cache
         try:
             TokenizedCorpus(folder / name).check(len(text.tokenizer), _hashes_of(files, name), whole=False)
@@ -285,85 +290,119 @@ def read_prepared_folders(folders: Sequence[Path]) -> PreparedText:
         UserError: a folder is damaged or has an earlier format, its tokenizer or options differ from those of the
             first folder, two folders have the same tokens, or fewer than two held-out documents are left.
     """
-    parts, folder_of = [], {}
+    parts = []
     for folder in folders:
         part = read_prepared_folder(folder)
-        first = parts[0] if parts else part
-        same = folder_of.setdefault(part.fingerprint(), folder)
-        refuse_first(
-            {
-                f"its tokenizer is not that of {folders[0]}; prepare it again with --tokenizer {folders[0]}": (
-                    wordpiece.tokenizer_fingerprint(part.tokenizer) != wordpiece.tokenizer_fingerprint(first.tokenizer)
-                ),
-                **{
-                    f"was prepared with {name} {part.token_options.get(name)!r}, and {folders[0]} with {value!r}; "
-                    f"prepare both alike": name not in _FREE_OPTIONS and part.token_options.get(name) != value
-                    for name, value in first.token_options.items()
-                },
-                f"holds the same tokens as {same}; give each part once": same is not folder,
-            },
-            f"corpus {folder}: ",
-        )
+        _check_part(part, parts, folders)
         parts.append(part)
-    if len(parts) == 1:
-        return first
-    name = shortened(", ".join(part.corpus_name for part in parts), 100)
-    trained_on = np.unique(np.concatenate([part.train.hashes for part in parts]))
-    apart = [np.flatnonzero(~np.isin(part.held_out.hashes, trained_on)) for part in parts]
-    held_out, left = sum(len(part.held_out) for part in parts), sum(map(len, apart))
-    if left < held_out:
-        logger.info(
-            f"{name}: {held_out - left:,} of {held_out:,} held-out documents are left out, as other parts have copies "
-            f"of them to train on"
-        )
-    if (
-        len(np.unique(np.concatenate([part.held_out.hashes[some] for part, some in zip(parts, apart, strict=True)])))
-        < 2
-    ):
+    return parts[0] if len(parts) == 1 else _join(folders, parts)
+
+
+def _check_part(part, parts, folders):
+    """Refuse a part that cannot make one corpus with the `parts` before it; `folders` are those of all parts."""
+    if not parts:
+        return
+    first = parts[0]
+    place = f"corpus {folders[len(parts)]}"
+    if wordpiece.tokenizer_fingerprint(part.tokenizer) != wordpiece.tokenizer_fingerprint(first.tokenizer):
         raise UserError(
-            f"{name}: fewer than two held-out documents are in no part's training text; prepare the texts together"
+            f"{place}: its tokenizer is not that of {folders[0]}; prepare it again with --tokenizer {folders[0]}"
         )
-    languages = filter(None, dict.fromkeys(part.token_options["language"] for part in parts))
-    return dataclasses.replace(
-        first,
-        token_options={**first.token_options, "language": ", ".join(languages) or None},
+    for name, value in first.token_options.items():
+        other = part.token_options.get(name)
+        if name not in _FREE_OPTIONS and other != value:
+            raise UserError(
+                f"{place}: was prepared with {name} {other!r}, and {folders[0]} with {value!r}; prepare both alike"
+            )
+    for number, earlier in enumerate(parts):
+        if earlier.fingerprint() == part.fingerprint():
+            raise UserError(f"{place}: holds the same tokens as {folders[number]}; give each part once")
+
+
+def _join(folders, parts):
+    """The `PreparedText` of several parts, whose stores are joined in the cache."""
+    name = shortened(", ".join(part.corpus_name for part in parts), 100)
+    held_out = _held_out_of_parts(parts, name)
+    everything = [np.arange(len(part.train)) for part in parts]
+    path = _joined_stores(folders, parts, {"train": everything, "held_out": held_out})
+    first = parts[0]
+    languages = dict.fromkeys(part.token_options["language"] for part in parts)
+    language = ", ".join(language for language in languages if language) or None
+    hub_datasets = itertools.chain.from_iterable(part.hub_datasets for part in parts)
+    reading = Counter()
+    for part in parts:
+        reading += Counter(part.reading)
+    coverage = {}
+    for name_of_count, value in first.coverage.items():
+        coverage[name_of_count] = sum((part.coverage[name_of_count] for part in parts), type(value)())
+    unknown_shares = [part.tokenizer_report["unknown_share"] for part in parts]
+    unknown_share = float(np.average(unknown_shares, weights=[len(part.held_out.ids) for part in parts]))
+    return PreparedText(
+        token_options={**first.token_options, "language": language},
         corpus_name=name,
-        hub_datasets=list(dict.fromkeys(name for part in parts for name in part.hub_datasets)),
+        hub_datasets=list(dict.fromkeys(hub_datasets)),
         source_fingerprints=[part.fingerprint() for part in parts],
         text_fingerprint=int(np.sum([part.text_fingerprint for part in parts])),
-        reading=dict(sum((Counter(part.reading) for part in parts), Counter())),
-        account={
-            name: sum((part.account[name] for part in parts), type(value)()) for name, value in first.account.items()
-        },
-        tokenizer_report={
-            **first.tokenizer_report,
-            "unknown_share": float(
-                np.average(
-                    [part.tokenizer_report["unknown_share"] for part in parts],
-                    weights=[len(part.held_out.ids) for part in parts],
-                )
-            ),
-        },
-        **_joined(folders, parts, {"train": [np.arange(len(part.train)) for part in parts], "held_out": apart}),
+        reading=dict(reading),
+        coverage=coverage,
+        tokenizer=first.tokenizer,
+        tokenizer_report={**first.tokenizer_report, "unknown_share": unknown_share},
+        train=TokenizedCorpus(path / "train"),
+        held_out=TokenizedCorpus(path / "held_out"),
     )
 
 
-def _joined(folders, parts, kept):
-    """The documents that are kept of the parts' stores, as stores of the cache; every byte of the parts is checked."""
+def _held_out_of_parts(parts, name):
+    """
+    The numbers of the held-out documents of each part that no part trains on.
+
+    Raises:
+        UserError: fewer than two different ones are left.
+    """
+    trained_on = np.unique(np.concatenate([part.train.hashes for part in parts]))
+    kept = []
+    hashes = []
+    for part in parts:
+        is_apart = ~np.isin(part.held_out.hashes, trained_on)
+        kept.append(np.flatnonzero(is_apart))
+        hashes.append(part.held_out.hashes[is_apart])
+    hashes = np.concatenate(hashes)
+    count = sum(len(part.held_out) for part in parts)
+    left_out = count - len(hashes)
+    if left_out:
+        logger.info(
+            f"{name}: {left_out:,} of {count:,} held-out documents are left out, as other parts have copies of them "
+            f"to train on"
+        )
+    if len(np.unique(hashes)) < 2:
+        raise UserError(
+            f"{name}: fewer than two held-out documents are in no part's training text; prepare the texts together"
+        )
+    return kept
+
+
+def _joined_stores(folders, parts, kept):
+    """
+    The folder of the cache with the parts' stores, joined; every byte of the parts is checked.
+
+    Args:
+        kept: the numbers of the documents that are kept of each part, for each name of a store.
+    """
 
     def write(partial):
         for folder in folders:
             read_prepared_folder(folder, check_whole=True)
         for name, documents in kept.items():
             (partial / name).mkdir()
-            join_stores(partial / name, len(parts[0].tokenizer), [getattr(part, name) for part in parts], documents)
+            stores = [getattr(part, name) for part in parts]
+            join_stores(partial / name, len(parts[0].tokenizer), stores, documents)
 
     def check(path):
         for name in STORES:
             check_store(path / name)
 
-    path = cached(cache_folder(), "joined", [STORE_FORMAT, [part.fingerprint() for part in parts]], write, check)
-    return {name: TokenizedCorpus(path / name) for name in STORES}
+    identity = [STORE_FORMAT, [part.fingerprint() for part in parts]]
+    return cached(cache_folder(), "joined", identity, write, check)
 
 
 def read_prepared_folder(folder: Path, check_whole: bool = False) -> PreparedText:
@@ -381,9 +420,8 @@ def read_prepared_folder(folder: Path, check_whole: bool = False) -> PreparedTex
     with explained(
         f"corpus {folder}: a damaged prepared folder", "prepare the text again", *READ_ERRORS, RecursionError
     ):
-        if record["fingerprint_of_record"] != short_hash(
-            {name: value for name, value in record.items() if name != "fingerprint_of_record"}
-        ):
+        written = {name: value for name, value in record.items() if name != "fingerprint_of_record"}
+        if record["fingerprint_of_record"] != short_hash(written):
             raise ValueError(f"{PREPARED_FILE} has changed since it was written")
         _check_files(folder, record["files"], check_whole)
         _check_options(record["token_options"])
@@ -396,9 +434,9 @@ def read_prepared_folder(folder: Path, check_whole: bool = False) -> PreparedTex
 
 def _read_record(folder):
     """The record of a prepared folder; the format is looked at first, as one of another format has other entries."""
-    file, way_out = folder / PREPARED_FILE, "prepare the text again"
-    with explained(f"corpus {folder}: no prepared folder, or a damaged prepared folder", way_out, *READ_ERRORS):
-        record = read_record(file)
+    wrong = f"corpus {folder}: no prepared folder, or a damaged prepared folder"
+    with explained(wrong, "prepare the text again", *READ_ERRORS):
+        record = read_record(folder / PREPARED_FILE)
         if not record:
             raise ValueError(f"it holds no {PREPARED_FILE}")
         number = record.get("format")
@@ -419,7 +457,7 @@ def _check_files(folder, files, check_whole):
 
     The hashes of the large files are checked only if `check_whole`.
     """
-    needed = [f"{store}/{name}" for store in STORES for name in STORE_FILES]
+    needed = [f"train/{name}" for name in STORE_FILES] + [f"held_out/{name}" for name in STORE_FILES]
     for name in (*needed, "tokenizer.json", "tokenizer_config.json"):
         if name not in files:
             raise ValueError(f"{PREPARED_FILE} does not list {name}")
@@ -449,10 +487,9 @@ def _check_options(options):
 
 def _check_numbers(counts):
     """Check that counts are counts, and that they can be added up and divided."""
-    check_account(counts["account"])
+    check_coverage(counts["account"])
     for name, value in counts["reading"].items():
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-            raise ValueError(f"the count of {name:.100} is {value!r:.100}")
+        check_count(name, value)
     if not -(2**63) <= counts["text_fingerprint"] < 2**63:
         raise ValueError("text_fingerprint does not fit in 64 bits")
     share = counts["tokenizer"]["unknown_share"]
@@ -475,7 +512,7 @@ def _text_of(folder, record):
         source_fingerprints=[counts["corpus_fingerprint"]],
         text_fingerprint=counts["text_fingerprint"],
         reading=counts["reading"],
-        account=counts["account"],
+        coverage=counts["account"],
         tokenizer=load_tokenizer(str(folder)),
         tokenizer_report=counts["tokenizer"],
         train=TokenizedCorpus(folder / "train"),
@@ -492,7 +529,7 @@ def _check_stores(text, record, check_whole):
             raise ValueError(f"{name} holds fewer than two documents")
     if np.isin(text.held_out.hashes, text.train.hashes).any():
         raise ValueError("a document of held_out stands in train, too")
-    words = int(text.train.words_before[-1]) + int(text.held_out.words_before[-1])
+    words = text.train.word_count() + text.held_out.word_count()
     if words > MOST_OF_A_CHARACTER * text.reading.get("characters", 0):
         raise ValueError(f"the text is said to have {words:,} words, which are too many for its characters")
     recorded = record["counts"]

@@ -87,7 +87,8 @@ def _exit_with_parent():
     A worker of a `DataLoader` notices that by itself while it waits for work, but not while it hands a result over.
     """
     # With forkserver, `getppid` is the id of the server. The sentinel then shows that the parent process has ended.
-    first_parent_id, parent = os.getppid(), multiprocessing.parent_process()
+    first_parent_id = os.getppid()
+    parent = multiprocessing.parent_process()
     while os.getppid() == first_parent_id and not multiprocessing.connection.wait([parent.sentinel], 1):
         pass
     os._exit(1)

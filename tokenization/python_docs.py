@@ -16,9 +16,11 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from d2l_bert.tokenization.documents import Document
 from d2l_bert.tokenization.processes import in_order
-from d2l_bert.tokenization.sentences import Document
 
+
+PYTHON_DOCS = "python-docs"  # the name of this corpus, in place of a path
 
 # Files that a process parses in one call: some 50 ms of work, so that sending names and paragraphs costs little.
 FILES_AT_ONCE = 32
@@ -78,7 +80,8 @@ def required_distributions(name: str) -> list[importlib.metadata.Distribution]:
     Requirements of extras, of other platforms and of other Python versions are left out, even if installed, so
     that the corpus does not depend on other packages of the environment.
     """
-    required, pending = {}, [name]
+    required = {}
+    pending = [name]
     while pending:
         for requirement in map(Requirement, importlib.metadata.requires(pending.pop()) or []):
             key = canonicalize_name(requirement.name)
@@ -94,7 +97,12 @@ def required_distributions(name: str) -> list[importlib.metadata.Distribution]:
 def _prose_of_files(files):
     """The paragraphs of each source file."""
     gc.disable()  # syntax trees have no reference cycles; collecting them took 53 s instead of 21 s
-    found = [[p for text in docstrings(file) for p in prose(text)] for file in files]
+    found = []
+    for file in files:
+        paragraphs = []
+        for text in docstrings(file):
+            paragraphs += prose(text)
+        found.append(paragraphs)
     gc.enable()
     return found
 
@@ -144,12 +152,9 @@ def _are_prose(words):
     """Whether words are English sentences: five words or more, none too long, few symbols, an end of a sentence."""
     paragraph = " ".join(words)
     symbols = paragraph.encode("ascii", "replace").translate(None, _LETTERS_AND_SPACE)
-    return (
-        len(words) >= 5
-        and max(map(len, words)) <= 60
-        and len(symbols) <= 0.15 * len(paragraph)
-        and any(mark in paragraph for mark in ".?!")
-    )
+    if len(words) < 5 or max(map(len, words)) > 60:
+        return False
+    return len(symbols) <= 0.15 * len(paragraph) and any(mark in paragraph for mark in ".?!")
 
 
 _LETTERS_AND_SPACE = (string.ascii_letters + " ").encode()

@@ -33,10 +33,9 @@ SCRIPTS = (
 
 # Those that write no space between words: Chinese and Japanese, those whose lines break where a dictionary says (UAX
 # #14, class SA), Tibetan, Javanese and Balinese.
-SPACELESS = {
-    *("Han", "Hiragana", "Katakana", "Thai", "Lao", "Khmer", "Myanmar", "Tai_Le", "New_Tai_Lue", "Tai_Tham"),
-    *("Tai_Viet", "Tibetan", "Javanese", "Balinese"),
-}
+SPACELESS = (
+    "Han Hiragana Katakana Thai Lao Khmer Myanmar Tai_Le New_Tai_Lue Tai_Tham Tai_Viet Tibetan Javanese Balinese"
+).split()
 
 # Of the characters of a text, in `SPACELESS` scripts or in words over `LONGEST_WORD`: with more, white space does not
 # say what a word is.
@@ -100,14 +99,18 @@ class Rules:
 
     def normalizer(self) -> normalizers.Normalizer:
         """The rules' normalizer."""
-        form = [] if self.unicode_normalization == "none" else [getattr(normalizers, self.unicode_normalization)()]
-        spaces = [normalizers.Replace(Regex(ZERO_WIDTH_SPACE), " ")] if self.zero_width_spaces else []
-        controls = [normalizers.Replace(Regex(NO_CONTROLS), "")] if self.keep_joiners else []
+        steps = []
+        if self.unicode_normalization != "none":
+            form = getattr(normalizers, self.unicode_normalization)
+            steps.append(form())
+        if self.zero_width_spaces:
+            steps.append(normalizers.Replace(Regex(ZERO_WIDTH_SPACE), " "))
+        if self.keep_joiners:
+            steps.append(normalizers.Replace(Regex(NO_CONTROLS), ""))
         of_bert = normalizers.BertNormalizer(
             clean_text=not self.keep_joiners, strip_accents=self.strip_accents, lowercase=self.lowercase
         )
-        before = [*form, *spaces, *controls]
-        return normalizers.Sequence([*before, of_bert]) if before else of_bert
+        return normalizers.Sequence([*steps, of_bert]) if steps else of_bert
 
     def splitter(self) -> pre_tokenizers.PreTokenizer:
         """The rules' pre-tokenizer."""
@@ -144,8 +147,9 @@ def count_words(texts: Iterable[str]) -> Counter:
 def count_characters(words: Counter) -> dict[str, int]:
     """How often each character occurs in some words, each counted as often as it occurs."""
     codes = np.frombuffer("".join(words).encode("utf-32-le", "surrogatepass"), dtype="<u4")
-    weights = np.repeat(np.fromiter(words.values(), dtype=float), np.fromiter(map(len, words), dtype=int))
-    counts = np.bincount(codes, weights)
+    occurrences = np.fromiter(words.values(), dtype=float)
+    lengths = np.fromiter(map(len, words), dtype=int)
+    counts = np.bincount(codes, np.repeat(occurrences, lengths))
     return {chr(code): int(counts[code]) for code in np.flatnonzero(counts)}
 
 
@@ -172,8 +176,9 @@ def split_words(
     split = Counter()
     for word, count in words.items():
         text = normalized(word, normalizer)
-        for piece, _ in splitter.pre_tokenize_str(text) if splitter else [(text, None)]:
-            split[piece] += count
+        parts = [part for part, _ in splitter.pre_tokenize_str(text)] if splitter else [text]
+        for part in parts:
+            split[part] += count
     return split
 
 
@@ -192,7 +197,7 @@ class Contents(TypedDict):
     script: str
 
 
-def contents_of(words: Counter) -> dict:
+def contents_of(words: Counter) -> Contents:
     """
     What a text is made of, as shares from 0 to 1, but for three.
 
@@ -212,38 +217,69 @@ def contents_of(words: Counter) -> dict:
         `script`: the commonest of the letters' `SCRIPTS`; "" if they are of no such.
     """
     characters = count_characters(words)
-    scripts = count_scripts(characters)
+    all_characters = sum(characters.values()) or 1
+    all_words = sum(words.values()) or 1
     letters = sum(count for character, count in characters.items() if character.isalpha()) or 1
-    in_all, all_characters = sum(words.values()) or 1, sum(characters.values()) or 1
-    rare = [word for word in words if not word.isascii()]
-    ended, joined = (
-        sum(words[word] * _between_letters(word, some) for word in rare) for some in (ZERO_WIDTH_SPACE, JOINERS)
-    )
-    without = Counter(re.sub(f"[{JOINERS}]", "", word) for word in rare)
-    merged = sum(count for word, count in without.items() if count > 1)
-    forms = Counter()  # of the words, by whether they are in NFC, and whether they are in NFD
-    for word in rare:
-        forms[tuple(unicodedata.is_normalized(form, word) for form in ("NFC", "NFD"))] += words[word]
-    runs = [(run, count) for word, count in words.items() for run in _RUN.findall(word)]
-    long = Counter({word: count for word, count in words.items() if len(word) > LONGEST_WORD})
-    pieces = split_words(long, Rules().normalizer(), Rules().splitter())
+    marks = sum(count * count_marks(character) for character, count in characters.items())
+    scripts = count_scripts(characters)
+    # Only words with a character beyond ASCII can have a zero-width space, a joiner or two normal forms.
+    rare = {word: count for word, count in words.items() if not word.isascii()}
+    ended = sum(count * _between_letters(word, ZERO_WIDTH_SPACE) for word, count in rare.items())
+    long_words = _characters_in_long_words(words) / all_characters
     spaceless = sum(scripts[script] for script in SPACELESS) / all_characters
-    long_words = sum(n * len(word) for word, n in pieces.items() if len(word) > LONGEST_WORD) / all_characters
     return {
-        "marks": sum(count * count_marks(character) for character, count in characters.items()) / letters,
+        "marks": marks / letters,
         "has_hangul": any("가" <= character <= "힣" for character in characters),
-        "zero_width_spaces": ended / (in_all + ended),
-        "joiners": max(joined / in_all, merged / max(len(words), 1)),
+        "zero_width_spaces": ended / (all_words + ended),
+        "joiners": _share_of_joiners(rare, words, all_words),
         "long_words": long_words,
         "word_unit": "white space" if spaceless + long_words <= MOST_SPACELESS else "tokenizer",
-        "mixed_forms": min(forms[True, False], forms[False, True]) / in_all,
-        "mixed_case": (
-            sum(count for run, count in runs if run not in (run.lower(), run.upper(), run.capitalize()))
-            / max(sum(count for _, count in runs), 1)
-        ),
-        "dotless": sum(characters.get(character, 0) for character in "ıİ") / letters,
+        "mixed_forms": _count_rarer_form(rare) / all_words,
+        "mixed_case": _share_of_mixed_case(words),
+        "dotless": (characters.get("ı", 0) + characters.get("İ", 0)) / letters,
         "script": scripts.most_common(1)[0][0] if scripts else "",
     }
+
+
+def _characters_in_long_words(words):
+    """How many characters stand in words over `LONGEST_WORD`, as BERT's rules split words."""
+    long = Counter({word: count for word, count in words.items() if len(word) > LONGEST_WORD})
+    parts = split_words(long, Rules().normalizer(), Rules().splitter())
+    return sum(count * len(part) for part, count in parts.items() if len(part) > LONGEST_WORD)
+
+
+def _share_of_joiners(rare, words, all_words):
+    """The share of words with a joiner between letters; or, if more, of word types that differ in joiners alone."""
+    joined = sum(count * _between_letters(word, JOINERS) for word, count in rare.items())
+    without = Counter(re.sub(f"[{JOINERS}]", "", word) for word in rare)
+    merged = sum(count for count in without.values() if count > 1)
+    return max(joined / all_words, merged / max(len(words), 1))
+
+
+def _count_rarer_form(rare):
+    """How many words are in the rarer of the normal forms NFC and NFD, of those that differ in them."""
+    only_composed = 0
+    only_decomposed = 0
+    for word, count in rare.items():
+        is_composed = unicodedata.is_normalized("NFC", word)
+        is_decomposed = unicodedata.is_normalized("NFD", word)
+        if is_composed and not is_decomposed:
+            only_composed += count
+        elif is_decomposed and not is_composed:
+            only_decomposed += count
+    return min(only_composed, only_decomposed)
+
+
+def _share_of_mixed_case(words):
+    """The share of runs of letters and digits with a capital letter inside, beside small ones."""
+    mixed = 0
+    total = 0
+    for word, count in words.items():
+        for run in _RUN.findall(word):
+            total += count
+            if run not in (run.lower(), run.upper(), run.capitalize()):
+                mixed += count
+    return mixed / max(total, 1)
 
 
 def count_scripts(characters: dict[str, int]) -> Counter:
@@ -265,10 +301,16 @@ _RUN = re.compile(r"[^\W_]+")  # letters and digits
 def _between_letters(word, characters):
     """How often some of these characters stand between letters, marks or digits."""
     parts = re.split(f"[{characters}]+", word)
-    return sum(
-        all(side and unicodedata.category(side)[0] in "LMN" for side in (before[-1:], after[:1]))
-        for before, after in itertools.pairwise(parts)
-    )
+    count = 0
+    for before, after in itertools.pairwise(parts):
+        if before and after and _is_of_a_word(before[-1]) and _is_of_a_word(after[0]):
+            count += 1
+    return count
+
+
+def _is_of_a_word(character):
+    """Whether a character is a letter, a mark or a digit."""
+    return unicodedata.category(character)[0] in "LMN"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -276,7 +318,7 @@ def _between_letters(word, characters):
 
 
 def choose_rules(
-    contents: dict,
+    contents: Contents,
     lowercase: bool = True,
     strip_accents: bool | Literal["auto"] = "auto",
     pre_tokenizer: str = "bert",
@@ -291,10 +333,12 @@ def choose_rules(
     """
     if pre_tokenizer == "bert" and contents["long_words"] > NOTICEABLE:
         pre_tokenizer = f"kmers:{LONGEST_WORD}"  # cuts longer words, and no others
-    has_marks = contents["marks"] >= NOTICEABLE or contents["has_hangul"]
+    if strip_accents == "auto":
+        has_marks = contents["marks"] >= NOTICEABLE or contents["has_hangul"]
+        strip_accents = lowercase and not has_marks
     return Rules(
         lowercase=lowercase,
-        strip_accents=lowercase and not has_marks if strip_accents == "auto" else strip_accents,
+        strip_accents=strip_accents,
         pre_tokenizer=pre_tokenizer,
         individual_digits=individual_digits,
         unicode_normalization=unicode_normalization,

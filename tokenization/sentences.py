@@ -1,33 +1,13 @@
-"""Documents as paragraphs, and their sources; splits them into sentences, and groups sentences into blocks."""
+"""Splits documents into sentences, and groups sentences into blocks."""
 
-import dataclasses
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import sentencex
 
-
-@dataclasses.dataclass
-class Document:
-    """
-    One text as a sequence of paragraphs.
-
-    Args:
-        paragraphs: strings of one line each, or of one line a sentence. May be an iterator: read the paragraphs only
-            once.
-        source: the number of the document's source in the list of the run's sources, from 0.
-        are_sentences: whether each line of a paragraph is a sentence.
-    """
-
-    paragraphs: Iterable[str]
-    source: int = 0
-    are_sentences: bool = False
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sentences
+from d2l_bert.tokenization.documents import Document
 
 
 # Characters. A longer "sentence" is text without full stops: it is cut, or truncating pairs would lose most of it.
@@ -84,7 +64,9 @@ def split_sentences(
 def _blocks(pieces, is_divided):
     """The sentences of each block of a document's pieces; if it `is_divided` or long, its first blocks are small."""
     first = list(itertools.islice(pieces, 2 * BLOCK_SENTENCES))
-    sentences, before = [], 0 if is_divided or len(first) == 2 * BLOCK_SENTENCES else 4 * BLOCK_SENTENCES
+    begins_small = is_divided or len(first) == 2 * BLOCK_SENTENCES
+    before = 0 if begins_small else 4 * BLOCK_SENTENCES
+    sentences = []
     for piece in itertools.chain(first, pieces):
         smallest = min(BLOCK_SENTENCES, 1 + before // 4)
         if len(sentences) >= (smallest if piece is None else 2 * smallest):
@@ -114,9 +96,8 @@ def _segmented(paragraph, language):
         end = start + SPLIT_CHARACTERS
         if end < len(paragraph):
             end = paragraph.rfind(" ", start, end) + 1 or end
-        *ended, last = itertools.chain.from_iterable(
-            map(_ENDS_MISSED.split, sentencex.segment(language, paragraph[start:end]))
-        )
+        found = sentencex.segment(language, paragraph[start:end])
+        *ended, last = itertools.chain.from_iterable(map(_ENDS_MISSED.split, found))
         if ended and end < len(paragraph):
             end -= len(last)  # it may be unfinished: the next window begins with it
         else:
@@ -135,40 +116,3 @@ def _cut(sentence):
         start = end + (sentence[end] == " ")
     if start < len(sentence):
         yield sentence[start:]
-
-
-@dataclasses.dataclass
-class Source:
-    """
-    One file, folder or dataset with text.
-
-    Args:
-        name: shown in messages and on the model card.
-        identity: JSON values that change whenever the documents do, but not with the place of the files: hashes of
-            their content, and the options they are read with.
-        documents: an iterator, so the documents can be read only once.
-        counts: increased while the documents are read: "rows without text" of tables and datasets, "files without
-            text", and how the others were read (`Division`).
-        is_on_hub: whether the source is a dataset on the Hub.
-        linked: how many files of a folder lie outside of it, behind links.
-    """
-
-    name: str
-    identity: list
-    documents: Iterator[Document]
-    counts: Counter
-    is_on_hub: bool = False
-    linked: int = 0
-
-
-def all_documents(sources: Sequence[Source]) -> Iterator[Document]:
-    """
-    The documents of all sources, one source after the other, each with the number of its source.
-
-    Raises:
-        UserError: a source cannot be read, or a process that reads `python-docs` was killed or could not be started.
-    """
-    for number, source in enumerate(sources):
-        for document in source.documents:
-            document.source = number
-            yield document

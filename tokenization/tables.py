@@ -117,13 +117,13 @@ def open_unpacked(file: Path) -> pa.NativeFile:
     for magic, what in UNREAD.items():
         if beginning.startswith(magic):
             raise UserError(f"{file}: {what}, which is not read as text; give the text that is in it, in UTF-8")
-    packed = (
-        codec
-        for suffix, (codec, magic) in PACKED_SUFFIXES.items()
-        if file.suffix.lower() == suffix or beginning.startswith(magic)
-    )
+    compression = None
+    for suffix, (codec, magic) in PACKED_SUFFIXES.items():
+        if file.suffix.lower() == suffix or beginning.startswith(magic):
+            compression = codec
+            break
     # As bytes: PyArrow encodes a string as UTF-8, which not every name is.
-    return pa.input_stream(pa.OSFile(os.fsencode(file)), compression=next(packed, None))
+    return pa.input_stream(pa.OSFile(os.fsencode(file)), compression=compression)
 
 
 def refuse_pipe(path: str | Path, what: str, way_out: str) -> None:
@@ -160,7 +160,8 @@ def lines_of(
         ValueError: the file is binary, or has another encoding, or a longer line; the message says in which line and
             what to do.
     """
-    opened, number = io.BufferedReader(open_unpacked(file) if stdin is None else stdin, 1 << 20), 0
+    opened = io.BufferedReader(open_unpacked(file) if stdin is None else stdin, 1 << 20)
+    number = 0
     beginning = opened.peek(4)
     encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if beginning.startswith(mark)), "utf-8-sig")
     with io.TextIOWrapper(opened, encoding, newline="") as text:
@@ -185,7 +186,8 @@ def lines_of(
             if before:
                 yield before
         except UnicodeDecodeError as error:  # its bytes follow the lines that are read
-            number += 1 + len(LINE_END.findall(str(error.object[: error.start], error.encoding)))
+            read_before = str(error.object[: error.start], error.encoding)
+            number += 1 + len(LINE_END.findall(read_before))
             is_damaged = error.encoding != "utf-8" or bytes(1) in error.object
             way_out = (
                 "it is damaged, or binary: repair it"
@@ -216,7 +218,8 @@ def file_kind(file: Path) -> str:
     ):
         beginning = opened.read(BEGINNING)
     lines = [line for line in beginning.removeprefix(codecs.BOM_UTF8).splitlines() if line.strip()][:16]
-    are_objects = 2 * sum(OBJECT_LINE.fullmatch(line) is not None for line in lines) > len(lines)
+    objects = [line for line in lines if OBJECT_LINE.fullmatch(line)]
+    are_objects = 2 * len(objects) > len(lines)
     if suffix_unpacked(file) == ".json" and not (are_objects and len(lines) > 1):
         return "json"
     return "jsonl" if are_objects else "text"
@@ -233,7 +236,9 @@ def check_separator(separator: str, files: Iterable[Path]) -> None:
     Raises:
         UserError: a separator is given, and no file is CSV or TSV; or as in `file_kind`.
     """
-    if separator != "auto" and not any(file.is_file() and file_kind(file) in ("csv", "tsv") for file in files):
+    if separator == "auto":
+        return
+    if not any(file.is_file() and file_kind(file) in ("csv", "tsv") for file in files):
         raise UserError("separator is for the cells of CSV and TSV, and no such file is read; leave it out")
 
 
@@ -381,12 +386,12 @@ def values_of(rows: pa.RecordBatch | pa.Table, first: int, source: object, told:
     columns = {}
     for name, column in zip(rows.schema.names, rows.columns, strict=True):
         columns[name] = [_value_of(cell, f"row {number:,}", name) for number, cell in enumerate(column, first)]
-        kept = column.type
-        if _is_time(kept) and name not in told and any(isinstance(value, str) for value in columns[name]):
+        is_new_time = _is_time(column.type) and name not in told
+        if is_new_time and any(isinstance(value, str) for value in columns[name]):
             told.add(name)
             logger.warning(
-                f"{source}: column {name!r:.100} ({kept}) has times outside of the years 1 to 9999, or in a time zone "
-                f"that is unknown here; they are read as text"
+                f"{source}: column {name!r:.100} ({column.type}) has times outside of the years 1 to 9999, or in a "
+                f"time zone that is unknown here; they are read as text"
             )
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
@@ -402,7 +407,12 @@ def _value_of(cell, place, name):
                 f"{place}: column {name!r:.100} ({shortened(str(cell.type), 100)}) cannot be read ({reason}); write "
                 f"it as text, or take the column out"
             ) from None
-    unit = "D" if pa.types.is_date32(cell.type) else "ms" if pa.types.is_date64(cell.type) else cell.type.unit
+    if pa.types.is_date32(cell.type):
+        unit = "D"
+    elif pa.types.is_date64(cell.type):
+        unit = "ms"
+    else:
+        unit = cell.type.unit
     if pa.types.is_duration(cell.type):
         return f"{cell.value} {unit}"
     zone = "Z" if pa.types.is_timestamp(cell.type) and cell.type.tz else ""
@@ -428,7 +438,8 @@ def _rows_at_once(metadata, columns):
     rows = PARQUET_ROWS
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         for chunk in map(group.column, range(group.num_columns)):
-            path, unpacked = chunk.path_in_schema, chunk.total_uncompressed_size
+            path = chunk.path_in_schema
+            unpacked = chunk.total_uncompressed_size
             if columns is not None and not any(f"{path}.".startswith(f"{name}.") for name in columns):
                 continue
             if unpacked > 4 * LONGEST_CELL * max(1, chunk.num_values):  # a character has up to 4 bytes
@@ -446,7 +457,8 @@ def _check_cells(row, place):
         if pa.types.is_dictionary(cell.type):
             cell = cell.dictionary_decode()
         size = cell.nbytes
-        if size > LONGEST_CELL and (pa.types.is_string(cell.type) or pa.types.is_large_string(cell.type)):
+        is_text = pa.types.is_string(cell.type) or pa.types.is_large_string(cell.type)
+        if is_text and size > LONGEST_CELL:  # in bytes
             size = pc.utf8_length(cell)[0].as_py() or 0
         if size > LONGEST_CELL:
             raise ValueError(
@@ -481,7 +493,8 @@ class Memory:
 
 def _size_of(value):
     """How many bytes a value of JSON or Parquet takes, with all that is in it."""
-    size, waiting = 0, [value]
+    size = 0
+    waiting = [value]
     while waiting:
         value = waiting.pop()
         size += sys.getsizeof(value)
@@ -495,7 +508,9 @@ def _size_of(value):
 
 def whole_characters(text: str) -> str:
     """A text of JSON with U+FFFD for each escape of half a character: what stands behind it begins where it did."""
-    return HALF_CHARACTER.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], text) if "\\u" in text else text
+    if "\\u" not in text:
+        return text
+    return HALF_CHARACTER.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], text)
 
 
 def check_values(text: str) -> None:
@@ -550,9 +565,13 @@ def check_names(rows: Iterable[dict]) -> None:
     Raises:
         ValueError: they have more.
     """
-    count, tree = 0, {}
-    cells = ((cell, tree.setdefault(column, {})) for row in rows for column, cell in row.items())
-    waiting = [(cell, names) for cell, names in cells if isinstance(cell, dict | list)]
+    count = 0
+    tree = {}
+    waiting = []
+    for row in rows:
+        for column, cell in row.items():
+            if isinstance(cell, dict | list):
+                waiting.append((cell, tree.setdefault(column, {})))
     while waiting:
         value, names = waiting.pop()
         for name, entry in value.items() if isinstance(value, dict) else [("", entry) for entry in value]:
@@ -612,7 +631,8 @@ def _cell_rows(file, columns, separator, is_tsv):
         if between != ",":
             logger.info(f"{file}: the separator is {between!r}, as the first line shows")
     csv.field_size_limit(LONGEST_CELL)
-    names, number = None, 1  # the line at which a row begins
+    names = None
+    number = 1  # the line at which a row begins
     characters = 0  # of this row up to here
 
     def lines():
@@ -629,7 +649,8 @@ def _cell_rows(file, columns, separator, is_tsv):
     try:
         for row in reader:
             # Excel writes rows of empty cells behind the last one. Of one column an empty cell in quotes is a row.
-            is_filled = any(map(str.strip, row)) or len(row) == len(names or ()) == 1
+            is_of_one_column = len(row) == len(names or ()) == 1
+            is_filled = any(map(str.strip, row)) or is_of_one_column
             if row and declared:
                 declared = None
             elif row and names is None:

@@ -16,10 +16,11 @@ from typing import TypedDict
 import numpy as np
 import pyarrow as pa
 
-from d2l_bert.folders import cached
 from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, shortened, with_progress
 from d2l_bert.records import read_record
-from d2l_bert.tokenization.sentences import FEWEST_DOCUMENTS, Source, all_documents, split_sentences
+from d2l_bert.tokenization.cache import cached
+from d2l_bert.tokenization.sentences import FEWEST_DOCUMENTS, split_sentences
+from d2l_bert.tokenization.sources import Source, all_documents
 
 
 # Raise TEXT_FORMAT by 1 when the same sources with the same options would give other sentences, blocks or hashes: text
@@ -31,7 +32,7 @@ TEXT_FORMAT = 9
 TOKENIZER_SAMPLE_CHARACTERS = 50_000_000
 
 _NUMBERS = ("document", "source", "characters", "hash")
-_SCHEMA = pa.schema([("sentences", pa.list_(pa.string())), *((name, pa.int64()) for name in _NUMBERS)])
+_SCHEMA = pa.schema({"sentences": pa.list_(pa.string()), **dict.fromkeys(_NUMBERS, pa.int64())})
 
 # Blocks are written, and read by `TextStore.read`, in batches of at least this many characters: some 10,000 of the
 # blocks of a log in which each line is a document.
@@ -79,44 +80,64 @@ def prepare_text(sources: Sequence[Source], language: str, folder: Path) -> Path
 def _check_text(folder):
     """Raise an exception if a folder is no text store, or its blocks are of no document or no source."""
     counts = read_record(folder / COUNTS_FILE, TextCounts)
-    numbers = {name: column.to_numpy() for name, column in zip(_NUMBERS, Blocks(folder).table.columns, strict=True)}
-    documents, sources = numbers["document"], numbers["source"]
-    if len(documents) and (documents[0] != 0 or not np.isin(np.diff(documents), (0, 1)).all()):
+    table = Blocks(folder).table
+    if not len(table):
+        return
+    documents = table["document"].to_numpy()
+    if documents[0] != 0 or not np.isin(np.diff(documents), (0, 1)).all():
         raise ValueError("the blocks are of documents that do not follow each other")
-    if len(sources) and not 0 <= sources.min() <= sources.max() < counts["sources"]:
+    sources = table["source"].to_numpy()
+    if sources.min() < 0 or sources.max() >= counts["sources"]:
         raise ValueError("a block is of no source")
-    if len(sources) and numbers["characters"].min() < 0:
+    if table["characters"].to_numpy().min() < 0:
         raise ValueError("a block has fewer than no characters")
 
 
 def _batches(blocks):
+    """Yield the blocks in record batches; the last may be empty."""
+    batch = _Batch()
+    for document, source, sentences in blocks:
+        batch.add(document, source, sentences)
+        if batch.size >= BATCH_CHARACTERS:
+            yield batch.finished()
+            batch = _Batch()
+    yield batch.finished()
+
+
+class _Batch:
     """
-    Yield the blocks in record batches; the last may be empty.
+    Blocks that become a record batch; `size` is the number of their characters.
 
     The sentences of all blocks are kept in one list, and where those of each block end. Keeping the lists of 10,000
     blocks took twice the time, in garbage collections.
     """
-    sentences, ends, numbers, size = [], [0], [], 0
-    for document, source, added in blocks:
-        sentences += added
-        ends.append(len(sentences))
-        # The sum of the sentences' hashes does not depend on the blocks: `TextStore` adds those of a document up.
-        hashes = [
-            hashlib.blake2b(sentence.encode(errors="surrogatepass"), digest_size=8).digest() for sentence in added
-        ]
-        content = np.frombuffer(b"".join(hashes), "<i8").sum()
-        numbers.append((document, source, sum(map(len, added)), content))
-        size += numbers[-1][2]
-        if size >= BATCH_CHARACTERS:
-            yield _batch(sentences, ends, numbers)
-            sentences, ends, numbers, size = [], [0], [], 0
-    yield _batch(sentences, ends, numbers)
+
+    def __init__(self):
+        self.sentences = []
+        self.ends = [0]
+        self.numbers = []  # for each block, one for each of `_NUMBERS`
+        self.size = 0
+
+    def add(self, document, source, sentences):
+        characters = sum(map(len, sentences))
+        self.sentences += sentences
+        self.ends.append(len(self.sentences))
+        self.numbers.append((document, source, characters, _hash_of(sentences)))
+        self.size += characters
+
+    def finished(self):
+        lists = pa.ListArray.from_arrays(pa.array(self.ends, pa.int32()), pa.array(self.sentences, pa.string()))
+        columns = np.array(self.numbers, dtype=np.int64).reshape(-1, len(_NUMBERS)).T
+        return pa.record_batch([lists, *map(pa.array, np.ascontiguousarray(columns))], schema=_SCHEMA)
 
 
-def _batch(sentences, ends, numbers):
-    lists = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(sentences, pa.string()))
-    columns = np.array(numbers, dtype=np.int64).reshape(-1, len(_NUMBERS)).T
-    return pa.record_batch([lists, *map(pa.array, np.ascontiguousarray(columns))], schema=_SCHEMA)
+def _hash_of(sentences):
+    """The sum of the sentences' hashes, so that `TextStore` can add up those of a document's blocks, in 64 bits."""
+    hashes = []
+    for sentence in sentences:
+        content = sentence.encode(errors="surrogatepass")
+        hashes.append(hashlib.blake2b(content, digest_size=8).digest())
+    return np.frombuffer(b"".join(hashes), "<i8").sum()
 
 
 class Blocks:
@@ -128,14 +149,17 @@ class Blocks:
         self.file = pa.ipc.open_file(pa.OSFile(str(folder / "data.arrow")))
         if self.file.schema != _SCHEMA:
             raise ValueError(f"{folder}: holds other columns than a text store")
-        self.table = pa.ipc.open_file(pa.memory_map(str(folder / "data.arrow"))).read_all().select(_NUMBERS)
+        mapped = pa.ipc.open_file(pa.memory_map(str(folder / "data.arrow")))
+        self.table = mapped.read_all().select(_NUMBERS)
         self.batch_starts = np.cumsum([0, *map(len, self.table["hash"].chunks)])
 
     def read(self, blocks: np.ndarray) -> Iterator[pa.RecordBatch]:
         """Yield the rows of the blocks with these numbers, ascending (n,)."""
-        for number in np.unique(np.searchsorted(self.batch_starts, blocks, side="right") - 1).tolist():
+        batches = np.unique(np.searchsorted(self.batch_starts, blocks, side="right") - 1)
+        for number in batches.tolist():
             first, end = self.batch_starts[number : number + 2]
-            inside = blocks[slice(*np.searchsorted(blocks, (first, end)))]
+            begin, stop = np.searchsorted(blocks, (first, end))
+            inside = blocks[begin:stop]
             with explained(f"cache {self.folder}: is damaged", "delete it, and read the text again", *READ_ERRORS):
                 batch = self.file.get_batch(number)
                 batch.validate(full=True)  # numbers that point elsewhere would end the process
@@ -157,20 +181,19 @@ class TextStore(Blocks):
     def __init__(self, folder: Path):
         super().__init__(folder)
         counts = read_record(folder / COUNTS_FILE, TextCounts)
-        self.reading, self.source_count = counts["reading"], counts["sources"]
+        self.reading = counts["reading"]
+        self.source_count = counts["sources"]
         self.of_blocks = {name: self.table[name].to_numpy() for name in _NUMBERS}
-        self._read_firsts = firsts = np.flatnonzero(np.diff(self.of_blocks["document"], prepend=-1))
-        # Else the small documents alone would be held out, such as the lines of a log beside three books. Of twenty
-        # books whose sizes differ, those below the mean have a third of the text or more.
-        sizes = np.add.reduceat(self.of_blocks["characters"], firsts)
-        if len(self.table) and (
-            len(firsts) < FEWEST_DOCUMENTS or 5 * sizes[FEWEST_DOCUMENTS * sizes <= sizes.sum()].sum() < sizes.sum()
-        ):
+        self._read_firsts = np.flatnonzero(np.diff(self.of_blocks["document"], prepend=-1))
+        firsts = self._read_firsts  # the first block of each document
+        if len(self.table) and _few_hold_most(np.add.reduceat(self.of_blocks["characters"], firsts)):
             firsts = np.arange(len(self.table))
             self.reading["blocks of sentences in place of documents, as few hold most of the text"] = len(firsts)
-        self.documents = np.repeat(np.arange(len(firsts)), np.diff(firsts, append=len(self.table)))
+        blocks_of_documents = np.diff(firsts, append=len(self.table))
+        self.documents = np.repeat(np.arange(len(firsts)), blocks_of_documents)
         self.sources = self.of_blocks["source"][firsts]
-        self.characters, self.hashes = (np.add.reduceat(self.of_blocks[name], firsts) for name in _NUMBERS[2:])
+        self.characters = np.add.reduceat(self.of_blocks["characters"], firsts)
+        self.hashes = np.add.reduceat(self.of_blocks["hash"], firsts)
         self.fingerprint = int(self.hashes.sum())
 
     def __len__(self):
@@ -188,12 +211,28 @@ class TextStore(Blocks):
 
         In a text of few documents the hashes are those of blocks.
         """
-        of_blocks, firsts = self.of_blocks["hash"], self._read_firsts
-        are_blocks_there = np.minimum.reduceat(np.isin(of_blocks, hashes), firsts)
-        return len(firsts), int((are_blocks_there | np.isin(np.add.reduceat(of_blocks, firsts), hashes)).sum())
+        of_blocks = self.of_blocks["hash"]
+        of_documents = np.add.reduceat(of_blocks, self._read_firsts)
+        are_blocks_there = np.minimum.reduceat(np.isin(of_blocks, hashes), self._read_firsts)
+        are_there = are_blocks_there | np.isin(of_documents, hashes)
+        return len(of_documents), int(are_there.sum())
 
 
-@dataclass
+def _few_hold_most(sizes):
+    """
+    Whether documents of these sizes are few, or few of them hold more than four fifths of the text.
+
+    Else the small documents alone would be held out, such as the lines of a log beside three books. Of twenty books
+    whose sizes differ, those below the mean have a third of the text or more.
+    """
+    if len(sizes) < FEWEST_DOCUMENTS:
+        return True
+    all_characters = sizes.sum()
+    small = sizes[FEWEST_DOCUMENTS * sizes <= all_characters]
+    return 5 * small.sum() < all_characters
+
+
+@dataclass(frozen=True)
 class TextPart:
     """
     Some blocks of a text store. Iterates over their sentences; can be iterated many times.
@@ -218,12 +257,14 @@ class TextPart:
     def sample(self, most_characters: int = TOKENIZER_SAMPLE_CHARACTERS) -> "TextPart":
         """Blocks spread evenly over this part, of about `most_characters` in all; all blocks if these are fewer."""
         share = min(1.0, most_characters / max(self.characters(), 1))
-        spread = np.unique((np.arange(int(len(self.blocks) * share)) / share).astype(int))
+        count = int(len(self.blocks) * share)
+        spread = np.unique((np.arange(count) / share).astype(int))
         return TextPart(self.text, self.blocks[spread])
 
     def identity(self) -> list[str]:
         """Changes whenever the sentences do."""
-        return [self.text.folder.name, hashlib.sha256(np.ascontiguousarray(self.blocks, dtype="<i8")).hexdigest()]
+        numbers = np.ascontiguousarray(self.blocks, dtype="<i8")
+        return [self.text.folder.name, hashlib.sha256(numbers).hexdigest()]
 
     def __iter__(self) -> Iterator[str]:
         for batch in self.text.read(self.blocks):
@@ -260,4 +301,5 @@ def held_out_documents(hashes: np.ndarray, characters: np.ndarray, fraction: flo
     wanted = min(fraction * int(sizes.sum()), most)
     order = np.argsort(np.where(sizes > wanted, sizes, 0), kind="stable")  # the large documents last, by size
     enough = int(np.searchsorted(np.cumsum(sizes[order]), wanted)) + 1
-    return np.isin(number, order[: min(max(enough, 2), len(different) - 2)])
+    count = min(max(enough, 2), len(different) - 2)
+    return np.isin(number, order[:count])

@@ -117,7 +117,9 @@ def write_store(
             append("words_before", words[section.document_ends][has_tokens])
             append("hashes", section.hashes[has_tokens])
             in_sources += np.bincount(section.sources[has_tokens], minlength=source_count)
-            tokens, sentences, words_before = tokens + len(section.ids), sentences + len(section.tokens), words[-1]
+            tokens += len(section.ids)
+            sentences += len(section.tokens)
+            words_before = words[-1]
             last_document = max([last_document, *document_ends[-1:]])
     record = {"types": types, "source_ends": np.cumsum(in_sources).tolist()}
     record["fingerprint"] = _fingerprint(record, [content_hash(folder / f"{name}.bin") for name in ARRAYS])
@@ -132,12 +134,12 @@ def join_stores(folder: Path, vocab_size: int, corpora: list["TokenizedCorpus"],
         folder, vocab_size: as in `write_store`.
         kept: the numbers of the documents that are kept of each store, ascending (n,).
     """
-    sections = (
-        section
-        for source, (corpus, some) in enumerate(zip(corpora, kept, strict=True))
-        for section in corpus.sections(some, source)
-    )
-    write_store(folder, vocab_size, len(corpora), sections, "joining prepared folders", sum(map(len, kept)))
+
+    def sections():
+        for source, (corpus, documents) in enumerate(zip(corpora, kept, strict=True)):
+            yield from corpus.sections(documents, source)
+
+    write_store(folder, vocab_size, len(corpora), sections(), "joining prepared folders", sum(map(len, kept)))
 
 
 def ranges(firsts: np.ndarray | int, ends: np.ndarray) -> np.ndarray:
@@ -170,7 +172,9 @@ class TokenizedCorpus:
         record = read_record(folder / STORE_FILE, StoreRecord)
         if not record:
             raise UserError(f"{folder}: holds no {STORE_FILE}; prepare the text again")
-        self.types, self.source_ends, self.fingerprint = record["types"], record["source_ends"], record["fingerprint"]
+        self.types = record["types"]
+        self.source_ends = record["source_ends"]
+        self.fingerprint = record["fingerprint"]
         self.ids = self._mapped("ids")
         self.sentence_starts = self._mapped("sentence_starts")
         self.document_starts = self._mapped("document_starts")
@@ -180,7 +184,8 @@ class TokenizedCorpus:
 
     def _mapped(self, name):
         """The numbers of a file; an empty one cannot be mapped."""
-        file, kind = inside(self.folder, f"{name}.bin"), np.dtype(self.types[name])
+        file = inside(self.folder, f"{name}.bin")
+        kind = np.dtype(self.types[name])
         if not file.exists():
             raise UserError(f"{file}: there is no such file; prepare the text again")
         size = file.stat().st_size
@@ -192,7 +197,8 @@ class TokenizedCorpus:
 
     def _check_sizes(self):
         """Refuse files whose sizes, or first and last numbers, do not fit together."""
-        documents, ends = len(self.hashes), [0, *self.source_ends]
+        documents = len(self.hashes)
+        ends = [0, *self.source_ends]
         if len(self.document_starts) != documents + 1 or len(self.words_before) != documents + 1:
             self._refuse("hashes.bin, document_starts.bin and words_before.bin are of different numbers of documents")
         if not len(self.sentence_starts):
@@ -247,6 +253,10 @@ class TokenizedCorpus:
         """The number of documents."""
         return len(self.document_starts) - 1
 
+    def word_count(self) -> int:
+        """The number of words."""
+        return int(self.words_before[-1])
+
     def first_tokens(self, documents: np.ndarray) -> np.ndarray:
         """The number of the first token of each document (n,); `len(self)` as a document gives the corpus's size."""
         return self.sentence_starts[self.document_starts[documents]]
@@ -257,14 +267,14 @@ class TokenizedCorpus:
         borders = np.flatnonzero(np.diff(np.cumsum(sizes) // JOINED_AT_ONCE)) + 1
         for some in np.split(documents, borders):
             sentences = ranges(self.document_starts[some], self.document_starts[some + 1])
-            starts, ends = self.sentence_starts[sentences], self.sentence_starts[sentences + 1]
+            starts = self.sentence_starts[sentences]
+            ends = self.sentence_starts[sentences + 1]
             document_ends = np.cumsum(self.document_starts[some + 1] - self.document_starts[some])
             words = np.zeros(len(sentences), dtype=np.int64)
             words[document_ends - 1] = self.words_before[some + 1] - self.words_before[some]
+            ids = self.ids[ranges(starts, ends)]
             sources = np.full(len(some), source)
-            yield Section(
-                self.ids[ranges(starts, ends)], ends - starts, words, document_ends, self.hashes[some], sources
-            )
+            yield Section(ids, ends - starts, words, document_ends, self.hashes[some], sources)
 
 
 def check_store(folder: Path) -> None:

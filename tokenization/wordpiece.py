@@ -17,17 +17,7 @@ from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase, 
 from d2l_bert.folders import short_hash, write_json
 from d2l_bert.messages import UserError, shortened
 from d2l_bert.records import read_record
-from d2l_bert.tokenization.model_files import (
-    MOST_CHARACTERS,
-    check_folder,
-    check_steps,
-    check_tokenizer_rules,
-    check_tokenizer_settings,
-    find_file,
-    panics_explained,
-    read_vocabulary,
-    without_log_messages,
-)
+from d2l_bert.tokenization.model_files import check_folder, find_file, without_log_messages
 from d2l_bert.tokenization.rules import (
     LONGEST_WORD,
     Rules,
@@ -36,6 +26,14 @@ from d2l_bert.tokenization.rules import (
     count_characters,
     count_words,
     split_words,
+)
+from d2l_bert.tokenization.tokenizer_files import (
+    MOST_CHARACTERS,
+    check_steps,
+    check_tokenizer_rules,
+    check_tokenizer_settings,
+    panics_explained,
+    read_vocabulary,
 )
 
 
@@ -55,10 +53,15 @@ LARGE_ALPHABET = 1 / 2
 # ... or of this, where too much of the text would be `[UNK]` else.
 LARGEST_ALPHABET = 3 / 4
 
-# Shares of the text in words with other characters: below the first no characters are added; below the second they
-# are not worth the largest alphabet (held-out text, which has characters of its own, then stays below 1 %). The third
-# is accepted where the second needs more than the largest alphabet.
-FEW_UNKNOWN, MANY_UNKNOWN, MOST_UNKNOWN = 0.001, 0.008, 0.05
+# Shares of the text in words with other characters. Below the first no characters are added.
+FEW_UNKNOWN = 0.001
+
+# Below this share, more characters are not worth the largest alphabet: held-out text, which has characters of its own,
+# then stays below 1 %.
+MANY_UNKNOWN = 0.008
+
+# This share is accepted where `MANY_UNKNOWN` needs more than the largest alphabet.
+MOST_UNKNOWN = 0.05
 
 
 # Words in a text for the trainer: in longer ones it becomes slow.
@@ -121,7 +124,7 @@ def train_on_words(
     words = {word: count for word, count in words.items() if alphabet.issuperset(word)}
     # WordPiece finds any word in pieces if the vocabulary has each character, and has it as a continuation if it goes
     # on a word.
-    continuations = sorted(CONTINUATION + character for character in set().union(*(word[1:] for word in words)))
+    continuations = sorted(CONTINUATION + character for character in _characters_inside(words))
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
         min_frequency=min_frequency,
@@ -137,15 +140,22 @@ def train_on_words(
     trained.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     # One thread: handing words to several costs more than counting them.
     with patch_environment(TOKENIZERS_PARALLELISM="false"):
-        # The trainer takes texts, not counts: each word as often as it occurs.
-        texts = (
-            f"{word} " * min(n - first, REPEATED_AT_ONCE)
-            for word, n in words.items()
-            for first in range(0, n, REPEATED_AT_ONCE)
-        )
-        trained.train_from_iterator(texts, trainer)
+        trained.train_from_iterator(_repeated(words), trainer)
     characters = [*SPECIAL_TOKENS, *sorted(alphabet), *continuations]
-    return make_tokenizer([*characters, *pieces(trained)[len(characters) :]], rules, model_max_length)
+    merged = pieces(trained)[len(characters) :]
+    return make_tokenizer([*characters, *merged], rules, model_max_length)
+
+
+def _repeated(words):
+    """Texts with each word as often as it occurs: the trainer takes texts, not counts."""
+    for word, count in words.items():
+        for first in range(0, count, REPEATED_AT_ONCE):
+            yield f"{word} " * min(count - first, REPEATED_AT_ONCE)
+
+
+def _characters_inside(words):
+    """The characters that go on a word."""
+    return set().union(*(word[1:] for word in words))
 
 
 def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -> set[str]:
@@ -164,7 +174,8 @@ def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -
     Raises:
         UserError: there is no word, or the vocabulary is too small for the characters.
     """
-    counts, inside = count_characters(words), set().union(*(word[1:] for word in words))
+    counts = count_characters(words)
+    inside = _characters_inside(words)
     if not counts:
         raise UserError("no text to train a tokenizer on: the texts hold no character that BERT keeps")
     ranked = sorted(counts, key=lambda character: (-counts[character], character))
@@ -172,7 +183,8 @@ def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -
     # For each number of characters: the entries that they need, and the share of the text in words with others.
     entries = np.cumsum([0, *(1 + (character in inside) for character in ranked)])
     last = [max(map(rank.get, word)) for word in words]
-    needed_by = np.bincount(last, [count * len(word) for word, count in words.items()], len(ranked) + 1)
+    sizes = [count * len(word) for word, count in words.items()]
+    needed_by = np.bincount(last, sizes, len(ranked) + 1)
     unknown = 1 - np.cumsum(needed_by) / needed_by.sum()
 
     def most(share):
@@ -184,8 +196,16 @@ def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -
     usual = min(max(most(CHEAP_ALPHABET), fewest(FEW_UNKNOWN)), most(LARGE_ALPHABET))
     needed = fewest(MANY_UNKNOWN)
     largest = min(needed, most(LARGEST_ALPHABET))
-    choices = ((size, share) for share in (MANY_UNKNOWN, MOST_UNKNOWN) for size in (usual, largest))
-    size = next((size for size, share in choices if fewest(share) <= size), needed)
+    if needed <= usual:
+        size = usual
+    elif needed <= largest:
+        size = largest
+    elif fewest(MOST_UNKNOWN) <= usual:
+        size = usual
+    elif fewest(MOST_UNKNOWN) <= largest:
+        size = largest
+    else:
+        size = needed
     size = min(size, limit or len(ranked))
     least = len(SPECIAL_TOKENS) + entries[size]
     if least > vocab_size:
@@ -214,7 +234,8 @@ def make_tokenizer(
             model_max_length=model_max_length,
         )
     backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD))
-    backend.normalizer, backend.pre_tokenizer = rules.normalizer(), rules.splitter()
+    backend.normalizer = rules.normalizer()
+    backend.pre_tokenizer = rules.splitter()
     return general_tokenizer(backend, model_max_length)
 
 
@@ -232,7 +253,9 @@ def general_tokenizer(backend: Tokenizer, model_max_length: int = 512) -> PreTra
 
 def give_bert_inputs(tokenizer: PreTrainedTokenizerFast) -> None:
     """Set how a tokenizer joins pieces to text, and puts special tokens and segments around texts: as BERT does."""
-    cls, sep, backend = tokenizer.cls_token, tokenizer.sep_token, tokenizer.backend_tokenizer
+    cls = tokenizer.cls_token
+    sep = tokenizer.sep_token
+    backend = tokenizer.backend_tokenizer
     backend.decoder = decoders.WordPiece(prefix=CONTINUATION)
     backend.post_processor = processors.TemplateProcessing(
         single=[cls, "$A", sep],
@@ -271,7 +294,8 @@ def extend_wordpiece(
         UserError: the tokenizer has tokens outside of its WordPiece vocabulary; new words would get their ids.
     """
     backend = tokenizer.backend_tokenizer
-    model, vocabulary = backend.model, backend.get_vocab(with_added_tokens=False)
+    model = backend.model
+    vocabulary = backend.get_vocab(with_added_tokens=False)
     if beside := [piece for piece in pieces(backend) if piece not in vocabulary]:
         raise UserError(
             f"the tokenizer cannot be extended, as it has tokens beside its WordPiece vocabulary: "
@@ -284,11 +308,13 @@ def extend_wordpiece(
         if is_candidate and occurrences >= min_frequency:
             split = model.tokenize(word)
             is_unknown = split[0].value == model.unk_token
-            savings[word] = occurrences * (max(len(word), 2) - 1 if is_unknown else len(split) - 1)
+            tokens = max(len(word), 2) if is_unknown else len(split)
+            savings[word] = occurrences * (tokens - 1)
     best = sorted(savings, key=lambda word: (-savings[word], word))[:count]
+    added = {word: index for index, word in enumerate(best, len(tokenizer))}
     extended = copy.deepcopy(tokenizer)
     extended.backend_tokenizer.model = models.WordPiece(
-        vocabulary | {word: index for index, word in enumerate(best, len(tokenizer))},
+        vocabulary | added,
         unk_token=model.unk_token,
         max_input_chars_per_word=model.max_input_chars_per_word,
         continuing_subword_prefix=model.continuing_subword_prefix,
@@ -313,7 +339,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder) -> None:
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
     write_json(config, settings)
-    entries, file = pieces(tokenizer), config.with_name(VOCABULARY_FILE)
+    file = config.with_name(VOCABULARY_FILE)
+    entries = pieces(tokenizer)
     cannot_be_a_line = [entry for entry in entries if re.search(r"[\r\n]", entry)]
     has_each_number = sorted(tokenizer.get_vocab().values()) == list(range(len(entries)))
     if cannot_be_a_line or not has_each_number:
@@ -420,16 +447,21 @@ def _options_left_out(tokenizer, settings, rules) -> dict:
         found = {option: getattr(saved, name) for option, name in BERT_OPTIONS.items() if hasattr(saved, name)}
     else:
         found = {"do_lower_case": False} if has_capitals(tokenizer.get_vocab()) else {}
-    return {
-        option: value
-        for option, value in found.items()
-        if option not in settings and value != getattr(loaded, BERT_OPTIONS[option], value)
-    }
+    left_out = {}
+    for option, value in found.items():
+        default = getattr(loaded, BERT_OPTIONS[option], value)
+        if option not in settings and value != default:
+            left_out[option] = value
+    return left_out
 
 
 def has_capitals(entries: Iterable[str]) -> bool:
     """Whether an entry of a vocabulary, other than one such as [CLS], has a capital letter."""
-    return any(entry != entry.lower() for entry in entries if not (entry.startswith("[") and entry.endswith("]")))
+    for entry in entries:
+        is_special = entry.startswith("[") and entry.endswith("]")
+        if not is_special and entry != entry.lower():
+            return True
+    return False
 
 
 # A word, none, a rune that few vocabularies have, and a word that is too long for any.
@@ -462,10 +494,8 @@ def text_backend(tokenizer) -> str:
 
     A special token is text there. Others, such as [E1] of `add_special_tokens`, stay tokens, as in use.
     """
-    parts, roles = (
-        json.loads(tokenizer.backend_tokenizer.to_str()),
-        set(map(str, tokenizer.special_tokens_map.values())),
-    )
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    roles = set(map(str, tokenizer.special_tokens_map.values()))
     for token in parts["added_tokens"]:
         token["special"] = token["special"] and token["content"] in roles
     return json.dumps(parts)

@@ -24,6 +24,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data.batches import BatchMaker, batches
 from d2l_bert.training.data.bigrams import WordVectors, count_bigrams, word_vectors
 from d2l_bert.training.data.order import EpochPairs
+from d2l_bert.training.data.pairs import tokens_in
 from d2l_bert.training.initialize import interleave, rotated
 
 
@@ -42,19 +44,21 @@ logger = logging.getLogger(__name__)
 
 # The counts leave out every twentieth block of tokens, to measure on. Of a text with fewer than 20 blocks of this
 # size, the blocks are smaller.
-LEFT_OUT, BLOCK_TOKENS = 20, 2**14
+LEFT_OUT = 20
+BLOCK_TOKENS = 2**14
 
-# Masked tokens to measure on.
-MOST_MEASURED, MEASURED_AT_ONCE = 4096, 512
+MOST_MEASURED = 4096  # masked tokens to measure on
+MEASURED_AT_ONCE = 512  # of these, whose logits are in memory
 
-# The standard deviation of the word vectors, and the norm of a position beside that of a frequent word.
-WORD_DEVIATION, POSITION_NORM = 0.2, 2.0
+WORD_DEVIATION = 0.2  # the standard deviation of the word vectors
+POSITION_NORM = 2.0  # the norm of a position beside that of a frequent word
 
 # By how much the attention score of the neighbour exceeds the mean score.
 SHARPNESS = 28.0
 
 # The sinusoids turn by these angles from one position to the next, from the first to the last.
-LARGEST_ANGLE, SMALLEST_ANGLE = 2.8, 0.028
+LARGEST_ANGLE = 2.8
+SMALLEST_ANGLE = 0.028
 
 # With this bias nearly all values, of a deviation of 1, pass ReLU and GELU as they are.
 PASSING_BIAS = 3.0
@@ -79,7 +83,7 @@ def start_from_bigrams(model, run: PretrainConfig, text: PreparedText) -> None:
         run: the options of the run, with an `objective` that is decided.
         text: its `train` is counted.
     """
-    config, tokenizer = model.config, text.tokenizer
+    config = model.config
     head_size = config.hidden_size // config.num_attention_heads
     if config.num_attention_heads < 2 or head_size < 2:
         logger.warning(
@@ -89,30 +93,41 @@ def start_from_bigrams(model, run: PretrainConfig, text: PreparedText) -> None:
         return
     begun = time.monotonic()
     with _one_thread():
-        pairs = EpochPairs(text.train, run, run.max_seq_length, text.corpus_name)
         generator = torch.Generator().manual_seed(run.seed)
-        counted = (part[~_is_left_out(part, text.train)] for part in pairs.parts(0))
-        special = tokenizer.cls_token_id, tokenizer.sep_token_id
-        bigrams = count_bigrams(text.train, counted, *special, config.vocab_size)
+        pairs = EpochPairs(text.train, run, run.max_seq_length, text.corpus_name)
+        bigrams = _counted(pairs, text.tokenizer, config.vocab_size)
         if not len(bigrams.keys):
             logger.warning("attention_init bigrams: left out, as the text is too short to measure on a part of it")
             return
-        vectors = word_vectors(bigrams, min(config.hidden_size - head_size, config.vocab_size), generator)
-        meaningless = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.mask_token_id]
-        vectors.words[[number for number in meaningless if number is not None]] = 0
+        columns = min(config.hidden_size - head_size, config.vocab_size)
+        vectors = _meaningful(word_vectors(bigrams, columns, generator), text.tokenizer)
         fresh = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         arrange(model, vectors, generator)
-        left_out = (part[_is_left_out(part, text.train)] for part in pairs.parts(0))
-        strength, loss, of_frequencies = calibrate(model, _measured(text, run, left_out))
-        if strength == 0:
+        found = calibrate(model, _batches_left_out(pairs, text.tokenizer))
+        if found.strength == 0:
             model.load_state_dict(fresh)
             logger.warning("attention_init bigrams: left out, as in this text neighbours tell nothing of a token")
             return
     seconds = time.monotonic() - begun
     logger.info(
         f"attention_init bigrams: {bigrams.as_first.sum():,} bigrams in {seconds:.0f} s; on text that was left out, "
-        f"an MLM loss of {loss:.3f} at strength {strength:g}, {of_frequencies:.3f} by frequencies"
+        f"an MLM loss of {found.loss:.3f} at strength {found.strength:g}, {found.loss_of_frequencies:.3f} by "
+        f"frequencies"
     )
+
+
+def _counted(pairs, tokenizer, entries):
+    """The bigrams of the pairs that are not left out; `entries` is the size of the vocabulary."""
+    counted = (part[~_is_left_out(part, pairs.corpus)] for part in pairs.parts(0))
+    return count_bigrams(pairs.corpus, counted, tokenizer.cls_token_id, tokenizer.sep_token_id, entries)
+
+
+def _meaningful(vectors, tokenizer):
+    """The word vectors, with zeros for the tokens that stand for no word."""
+    for number in (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.mask_token_id):
+        if number is not None:
+            vectors.words[number] = 0
+    return vectors
 
 
 def _is_left_out(pairs, corpus):
@@ -121,21 +136,24 @@ def _is_left_out(pairs, corpus):
     return pairs["a_start"] // size % LEFT_OUT == LEFT_OUT - 1
 
 
-def _measured(text, run, parts) -> Iterator[dict[str, torch.Tensor]]:
-    """Batches of the model's arguments, with about `MOST_MEASURED` tokens to predict."""
-    make_batch = BatchMaker(text.train, text.tokenizer, run, run.max_seq_length)
+def _batches_left_out(pairs, tokenizer) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches of the model's arguments from the pairs that are left out: about `MOST_MEASURED` tokens to predict."""
+    make_batch = BatchMaker(pairs.corpus, tokenizer, pairs.run, pairs.length)
     remaining = MOST_MEASURED / make_batch.mlm_probability  # tokens
-    for part in parts:
-        tokens_up_to = np.cumsum(part["a_end"] - part["a_start"] + part["b_end"] - part["b_start"])
-        some = part[: np.searchsorted(tokens_up_to, remaining) + 1]
-        yield from batches(make_batch, some, run.most_tokens())
-        remaining -= tokens_up_to[len(some) - 1] if len(some) else 0
+    for part in pairs.parts(0):
+        left_out = part[_is_left_out(part, pairs.corpus)]
+        tokens_up_to = np.cumsum(tokens_in(left_out))
+        some = left_out[: np.searchsorted(tokens_up_to, remaining) + 1]
+        yield from batches(make_batch, some, pairs.run.most_tokens())
+        if len(some):
+            remaining -= tokens_up_to[len(some) - 1]
         if remaining <= 0:
             return
 
 
 @contextlib.contextmanager
 def _one_thread():
+    """In this block PyTorch computes with one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -157,28 +175,46 @@ def arrange(model, vectors: WordVectors, generator: torch.Generator) -> None:
         vectors: of K columns, at most H - D.
         generator: of the rotations that the vectors and queries get.
     """
-    bert, mlm, head_size = model.bert, model.mlm, model.bert.encoder.layer[0].attention.head_size
+    bert = model.bert
+    head_size = bert.encoder.layer[0].attention.head_size
     columns = slice(head_size, head_size + vectors.words.shape[1])  # of the word vectors
-    turn = random_rotation(vectors.words.shape[1], generator)  # all columns alike: none has the frequent directions
-    words, form = vectors.words @ turn, turn.T @ vectors.form @ turn
-    scale = WORD_DEVIATION / words.std()
-    words, form = words * scale, form / scale**2
-    tables = [bert.embeddings.word_embeddings.weight]
-    if mlm.decoder.weight is not tables[0]:  # it is, if the two are tied
-        tables.append(mlm.decoder.weight)
-    for table in tables:
-        table[:, : columns.start] = 0
-        table[:, columns] = words
-        table[:, columns.stop :] *= 0.1  # columns that no vector fills
-    bert.embeddings.token_type_embeddings.weight.mul_(0.1)
-    word_norm = float((vectors.shares @ words.square().sum(1)).sqrt())
+    vectors = _turned_and_scaled(vectors, generator)
+    word_norm = float((vectors.shares @ vectors.words.square().sum(1)).sqrt())
+    _write_word_vectors(model, columns, vectors.words)
     _look_at_neighbours(bert, word_norm, generator)
-    _write_what_they_tell(bert.encoder.layer[0].attention, columns, words, form, vectors.shares)
+    _write_what_they_tell(bert.encoder.layer[0].attention, columns, vectors)
     for block in bert.encoder.layer:
         block.ffn.dense2.weight.zero_()
     for block in bert.encoder.layer[1:]:
         block.attention.output.weight.zero_()
-    log_shares = vectors.shares.log()
+    _write_mlm_head(model.mlm, vectors.shares)
+
+
+def _turned_and_scaled(vectors, generator):
+    """Word vectors with the same products, of the deviation `WORD_DEVIATION`."""
+    turn = random_rotation(vectors.words.shape[1], generator)  # all columns alike: none has the frequent directions
+    words = vectors.words @ turn
+    form = turn.T @ vectors.form @ turn
+    scale = WORD_DEVIATION / words.std()
+    return WordVectors(words * scale, form / scale**2, vectors.shares)
+
+
+def _write_word_vectors(model, columns, words):
+    """Write the embeddings, and the rows of the decoder: zeros in the columns of positions, and the word vectors."""
+    embeddings = model.bert.embeddings
+    tables = [embeddings.word_embeddings.weight]
+    if model.mlm.decoder.weight is not tables[0]:  # it is, if the two are tied
+        tables.append(model.mlm.decoder.weight)
+    for table in tables:
+        table[:, : columns.start] = 0
+        table[:, columns] = words
+        table[:, columns.stop :] *= 0.1  # columns that no vector fills
+    embeddings.token_type_embeddings.weight.mul_(0.1)
+
+
+def _write_mlm_head(mlm, shares):
+    """Write the logarithms of the tokens' frequencies as biases, and a hidden layer that changes nothing."""
+    log_shares = shares.log()
     mlm.decoder.bias.copy_(log_shares - log_shares.mean())
     mlm.dense.weight.copy_(torch.eye(len(mlm.dense.weight)))
     mlm.dense.bias.fill_(PASSING_BIAS)
@@ -197,85 +233,122 @@ def _look_at_neighbours(bert, word_norm, generator):
     Args:
         word_norm: the norm of a word vector, averaged over the text.
     """
-    first, table = bert.encoder.layer[0].attention, bert.embeddings.position_embeddings.weight
+    first = bert.encoder.layer[0].attention
+    table = bert.embeddings.position_embeddings.weight
     width = first.head_size // 2 * 2  # sines and cosines come in pairs
     waves = torch.logspace(math.log10(LARGEST_ANGLE), math.log10(SMALLEST_ANGLE), width // 2)
     angles = torch.arange(len(table))[:, None] * waves
     norm = POSITION_NORM * word_norm
     table.zero_()
     table[:, :width] = interleave(angles.sin(), angles.cos()) * norm / (width / 2) ** 0.5
-    of_mask, of_word = norm, norm  # of the columns of positions in the states of [MASK] and of another token
+    # The norm of the columns of positions in the states of [MASK], which has no word vector, and of another token.
+    of_mask = norm
+    of_word = norm
     if bert.embeddings.LayerNorm is not None:
         of_mask = len(table[0]) ** 0.5
         of_word = of_mask * norm / math.hypot(norm, word_norm)
     scale = (SHARPNESS / first.scaling / (of_mask * of_word)) ** 0.5
     first.query.weight.zero_()
     first.key.weight.zero_()
-    for head, rows in enumerate(torch.arange(len(table[0])).split(first.head_size)):
-        query = torch.linalg.qr(torch.randn(first.head_size, width, generator=generator)).Q * scale
+    rows_of_heads = torch.arange(len(table[0])).split(first.head_size)
+    for head, rows in enumerate(rows_of_heads):
+        random = torch.randn(first.head_size, width, generator=generator)
+        query = torch.linalg.qr(random).Q * scale
         first.query.weight[rows, :width] = query
         first.key.weight[rows, :width] = rotated(query, waves if head % 2 else -waves)
 
 
-def _write_what_they_tell(attention, columns, words, form, shares):
+def _write_what_they_tell(attention, columns, vectors):
     """
     Write the values and the output of the first block: a head reads the word vector of a neighbour, and writes its
     product with the form, in the directions that tell most.
 
-    The heads of one side share the directions out; each takes as many as it has columns.
+    The heads of one side share the directions out; each takes as many as it has columns. Of three heads of two
+    columns, head 0 takes the directions 0 and 2, head 2 takes 1 and 3; head 1 is alone on its side and takes 0 and 1.
 
     Args:
         columns: of the word vectors in a state.
     """
-    left, sizes, right = torch.linalg.svd(form)
-    directions = F.normalize(words, dim=1) @ form
-    typical = (shares @ directions.square().sum(1)).sqrt()
-    sizes = (sizes / typical).sqrt()  # half of a size for the value, half for the output
+    left, sizes, right = torch.linalg.svd(vectors.form)
+    directions = F.normalize(vectors.words, dim=1) @ vectors.form
+    typical = (vectors.shares @ directions.square().sum(1)).sqrt()
+    factors = (sizes / typical).sqrt()  # half of a size for the value, half for the output
     attention.value.weight.zero_()
     attention.output.weight.zero_()
-    heads = torch.arange(len(attention.value.weight)).split(attention.head_size)
-    for side, (read, write) in enumerate([(left, right.T), (right.T, left)]):
-        for number, rows in enumerate(heads[side::2]):
-            taken = torch.arange(len(sizes))[number :: len(heads[side::2])][: len(rows)]
-            attention.value.weight[rows[: len(taken)], columns] = (read[:, taken] * sizes[taken]).T
-            attention.output.weight[columns, rows[: len(taken)]] = write[:, taken] * sizes[taken]
+    rows_of_heads = torch.arange(len(attention.value.weight)).split(attention.head_size)
+    even_heads = rows_of_heads[0::2]
+    odd_heads = rows_of_heads[1::2]
+    # The token before is the first of a bigram, and is multiplied with the form; the one after, with the transpose.
+    for heads, read, write in ((even_heads, left, right.T), (odd_heads, right.T, left)):
+        for number, rows in enumerate(heads):
+            taken = torch.arange(len(factors))[number :: len(heads)][: len(rows)]
+            rows = rows[: len(taken)]
+            attention.value.weight[rows, columns] = (read[:, taken] * factors[taken]).T
+            attention.output.weight[columns, rows] = write[:, taken] * factors[taken]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # How much of it is believed
 
 
-def calibrate(model, batches: Iterable[dict[str, torch.Tensor]]) -> tuple[float, float, float]:
+class Calibration(NamedTuple):
+    """
+    How strongly the neighbours change the frequencies.
+
+    Args:
+        strength: the best of `STRENGTHS`.
+        loss: the MLM loss with it.
+        loss_of_frequencies: that with a strength of 0.
+    """
+
+    strength: float
+    loss: float
+    loss_of_frequencies: float
+
+
+def calibrate(model, batches: Iterable[dict[str, torch.Tensor]]) -> Calibration:
     """
     Choose by how much the neighbours change the frequencies: the factor of the scores with the lowest MLM loss, which
     becomes the scale of the MLM head's LayerNorm.
 
     Rare tokens make counts look surer than they are: the best factor is near 1 on a large text, and small on a small
     one. The blocks after the first, which begin with an output of 0, are left out.
-
-    Returns:
-        The factor, one of `STRENGTHS`; the MLM loss with it; and that with 0, of frequencies alone.
     """
-    encoder, mlm = model.bert.encoder, model.mlm
-    blocks, kernel = encoder.layer, model.config._attn_implementation
-    encoder.layer, model.config._attn_implementation = blocks[:1], "sdpa"  # run's own may be one for GPUs alone
+    encoder = model.bert.encoder
+    blocks = encoder.layer
+    kernel = model.config._attn_implementation
+    encoder.layer = blocks[:1]
+    model.config._attn_implementation = "sdpa"  # run's own may be one for GPUs alone
     model.eval()
     losses = torch.zeros(len(STRENGTHS), dtype=torch.float64)
     count = 0
     for batch in batches:
-        labels = batch["labels"]
+        is_slot = batch["labels"] != -100
+        labels = batch["labels"][is_slot]
         inputs = {name: batch[name] for name in ("input_ids", "token_type_ids", "attention_mask")}
-        states = states_at(model.bert(**inputs).last_hidden_state, batch["masked_positions"])[labels != -100]
-        labels = labels[labels != -100]
-        for some, of_some in zip(
-            mlm.transform(states).split(MEASURED_AT_ONCE), labels.split(MEASURED_AT_ONCE), strict=True
-        ):
-            scores = some @ mlm.decoder.weight.T
-            for number, strength in enumerate(STRENGTHS):
-                losses[number] += F.cross_entropy(strength * scores + mlm.decoder.bias, of_some, reduction="sum")
+        last_states = model.bert(**inputs).last_hidden_state
+        states = states_at(last_states, batch["masked_positions"])[is_slot]
+        _add_losses(losses, model.mlm, states, labels)
         count += len(labels)
-    encoder.layer, model.config._attn_implementation = blocks, kernel
+    encoder.layer = blocks
+    model.config._attn_implementation = kernel
     model.train()
     best = int(losses.argmin())
-    mlm.LayerNorm.weight.mul_(STRENGTHS[best])
-    return STRENGTHS[best], float(losses[best] / count), float(losses[0] / count)
+    model.mlm.LayerNorm.weight.mul_(STRENGTHS[best])
+    return Calibration(STRENGTHS[best], float(losses[best] / count), float(losses[0] / count))
+
+
+def _add_losses(losses, mlm, states, labels):
+    """
+    Add the summed MLM loss with each of `STRENGTHS` to `losses` (strengths,).
+
+    Args:
+        states: the last ones of the tokens to predict (P, H).
+        labels: these tokens (P,).
+    """
+    transformed = mlm.transform(states).split(MEASURED_AT_ONCE)
+    for some, labels_of_some in zip(transformed, labels.split(MEASURED_AT_ONCE), strict=True):
+        scores = some @ mlm.decoder.weight.T
+        for number, strength in enumerate(STRENGTHS):
+            logits = strength * scores + mlm.decoder.bias
+            losses[number] += F.cross_entropy(logits, labels_of_some, reduction="sum")

@@ -24,7 +24,7 @@ from d2l_bert.modeling.conversion import save_model
 from d2l_bert.records import inside, read_record
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 from d2l_bert.training.data.order import START
-from d2l_bert.training.devices import on_main
+from d2l_bert.training.processes import on_main
 
 
 logger = logging.getLogger(__name__)

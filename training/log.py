@@ -27,8 +27,9 @@ from d2l_bert.pair_tasks import PAIR_TASKS, pair_task, unit
 from d2l_bert.records import check_type
 from d2l_bert.training.checkpoint import Progress, checkpoints
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.devices import MATMUL_DTYPES, matmul_peak, on_main
-from d2l_bert.training.optimizer import StepStats
+from d2l_bert.training.devices import MATMUL_DTYPES, matmul_peak
+from d2l_bert.training.learner import StepStats
+from d2l_bert.training.processes import on_main
 
 
 logger = logging.getLogger(__name__)

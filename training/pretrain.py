@@ -24,23 +24,25 @@ from d2l_bert.model_cards.publish import check_push, publish_run
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.pair_tasks import PAIR_TASKS, unit
 from d2l_bert.tokenization.prepared_folder import PreparedText, corpus_is_prepared
-from d2l_bert.training import checkpoint, devices, initialize, run_folder, schedule
+from d2l_bert.training import checkpoint, compiling, devices, initialize, processes, run_folder, schedule
 from d2l_bert.training.bigram_start import start_from_bigrams
 from d2l_bert.training.checkpoint import Checkpoint, CheckpointSaver, Progress, WordSaver
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.data.batches import Ranks, with_objective
+from d2l_bert.training.data.objective import with_objective
+from d2l_bert.training.data.rows import Ranks
 from d2l_bert.training.data.steps import Step, TrainingSteps, steps_ahead
-from d2l_bert.training.devices import main_first, on_main, together
-from d2l_bert.training.held_out import HeldOutPairs, token_entropy
+from d2l_bert.training.held_out import HeldOutPairs
+from d2l_bert.training.learner import Learner
 from d2l_bert.training.log import RunLog, check_trackers, start_trackers, used_memory
-from d2l_bert.training.optimizer import Learner
+from d2l_bert.training.processes import main_first, on_main, together
+from d2l_bert.training.report import token_entropy
 from d2l_bert.training.signals import StopSignals, signal_name
 
 
 logger = logging.getLogger(__name__)
 
 
-@devices.restore_host_settings()
+@processes.restore_host_settings()
 def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
     """
     Pretrain a BERT from text.
@@ -62,7 +64,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
         SystemExit: a signal stopped the run; a checkpoint is saved if the run had done a step. Or, in a run of several
             processes, another process has raised an error, and shows it.
     """
-    devices.start_processes()
+    processes.start_processes()
     transformers_logging.disable_progress_bar()  # Transformers shows a bar for each file that it saves
     with lost_processes_explained(), contextlib.ExitStack() as stack:
         with together():
@@ -159,7 +161,7 @@ def train(
         identity = run_folder.make_identity(run, architecture, text)
     on_main(run_folder.check_same_identity, gather_object([identity]))
     learner = Learner(accelerator, build_model(run, architecture, text, accelerator, resumed is None), run)
-    with devices.compiled_blocks(learner.model, run.torch_compile):
+    with compiling.compiled_blocks(learner.model, run.torch_compile):
         progress = Progress()
         if resumed:
             on_main(run_folder.check_identity, resumed.state["identity"], identity, f"{resumed.path}", resumed.path)
@@ -201,7 +203,7 @@ def train(
     report.info(on_main(run_folder.finish_folder, folder, text, record, model, metrics, log.rows, held_out))
     if run.push_to_hub:
         report.info(on_main(publish_run, folder, run.hub_model_id, run.known_license(), not run.hub_private_repo))
-    devices.shut_down(accelerator)
+    processes.shut_down(accelerator)
 
 
 @dataclasses.dataclass
@@ -300,7 +302,7 @@ class Loop:
             logger.warning(
                 f"{name}: stopped; nothing is lost; start with the same command and --resume_from_checkpoint latest"
             )
-        devices.shut_down(self.learner.accelerator)
+        processes.shut_down(self.learner.accelerator)
         raise SystemExit(128 + self.stop.agreed_signal)
 
 
@@ -313,7 +315,7 @@ def build_model(
         model = initialize.make_model(architecture, run, text.tokenizer, not is_new)
     if run.attention_init == "bigrams" and is_new:
         on_main(start_from_bigrams, model, run, text, share_result=False)
-        devices.share_weights(model, accelerator)
+        processes.share_weights(model, accelerator)
     return model
 
 

@@ -29,8 +29,8 @@ from d2l_bert.records import read_record
 from d2l_bert.tokenization import wordpiece
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, dataset_and_config
 from d2l_bert.tokenization.prepared_folder import PreparedText, corpus_is_prepared
-from d2l_bert.tokenization.sources import PYTHON_DOCS
-from d2l_bert.training import checkpoint, held_out
+from d2l_bert.tokenization.python_docs import PYTHON_DOCS
+from d2l_bert.training import checkpoint, held_out, report
 from d2l_bert.training.config import LENGTH_OPTIONS, PretrainConfig
 from d2l_bert.training.data import order
 from d2l_bert.training.recipes import command_line
@@ -324,22 +324,22 @@ def finish_folder(
         pictures.plot_curves(rows, partial / card.CURVES_FILE)
         # Loaded from the files, as a user of the model loads them.
         published = type(model).from_pretrained(partial)
-        example = held_out.show_example(published, text.tokenizer, pairs.first_with_target(), pair_task(metrics))
-        variety = held_out.variety(published, next(iter(pairs)))
+        example = report.show_example(published, text.tokenizer, pairs.first_with_target(), pair_task(metrics))
+        variety = report.variety(published, next(iter(pairs)))
         metrics = {**metrics, **variety, "predictions": _filled_masks(partial, text, model.config)}
         folders.write_json(partial / card.RUN_FILE, record)
         folders.write_json(partial / card.METRICS_FILE, metrics)
         new_card = card.render_card(partial, folder.resolve().name)
         text_of_card = card.updated_card(folder, new_card)
         (partial / card.CARD_FILE).write_text(text_of_card, encoding="utf-8")
-    return held_out.report(folder, metrics, example, record)
+    return report.report(folder, metrics, example, record)
 
 
 def _filled_masks(folder, text, config):
     """The answers of a model's folder to some held-out sentences with a mask, in the format of the Hub's widget."""
     fill = pipeline("fill-mask", model=D2lBertForMaskedLM.from_pretrained(folder), tokenizer=text.tokenizer)
     predictions = []
-    for sentence in held_out.example_sentences(text, config.max_position_embeddings):
+    for sentence in report.example_sentences(text, config.max_position_embeddings):
         best = fill(sentence, top_k=min(5, len(text.tokenizer)))
         output = [{"label": guess["token_str"], "score": round(guess["score"], 4)} for guess in best]
         predictions.append({"text": sentence, "output": output})

@@ -12,8 +12,8 @@ from d2l_bert.tokenization.prepared_folder import PreparedText
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data.batches import Ranks
 from d2l_bert.training.data.steps import TrainingSteps
-from d2l_bert.training.devices import on_main, together
-from d2l_bert.training.optimizer import Learner
+from d2l_bert.training.learner import Learner
+from d2l_bert.training.processes import on_main, together
 
 
 logger = logging.getLogger(__name__)

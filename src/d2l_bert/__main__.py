@@ -70,8 +70,10 @@ def _run(argv):
         spare_busy_cores()
     arguments, unknown = make_parser(argv).parse_known_args(argv)
     if unknown:
-        close = difflib.get_close_matches(unknown[0].partition("=")[0], arguments.parser._option_string_actions, n=1)
-        arguments.parser.error(f"unknown argument {unknown[0]!r}" + (f"; did you mean {close[0]}?" if close else ""))
+        flags = arguments.parser._option_string_actions
+        similar = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
+        hint = f"; did you mean {similar[0]}?" if similar else ""
+        arguments.parser.error(f"unknown argument {unknown[0]!r}{hint}")
     try:
         _check_working_folder()
         with messages.messages_shown():
@@ -176,11 +178,9 @@ def spare_busy_cores() -> None:
     if its threads sleep early; on free cores that would cost up to a third (benchmarks/LOG.md). GNU's OpenMP reads
     the variable when PyTorch is loaded.
     """
-    if (
-        "torch" not in sys.modules
-        and not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys()
-        and psutil.cpu_percent(0.3) * options.cores() > 30
-    ):
+    if "torch" in sys.modules or {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        return
+    if psutil.cpu_percent(0.3) * options.cores() > 30:
         os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
@@ -192,7 +192,8 @@ def _is_connected():
 
 def _show_error(command, error):
     """Print why a command failed; return the exit code, 2 for an error that the user can fix and 1 for a bug."""
-    rank, line = messages.launched_rank(), " ".join(str(error).split())
+    rank = messages.launched_rank()
+    line = " ".join(str(error).split())
     if rank and not _is_connected():  # before that, rank 0 has the same error
         return 2
     if messages.is_out_of_memory(error):
@@ -275,12 +276,13 @@ def _add_recipe(parser, argv, shows_all):
     recipe = RECIPES.get(first.parse_known_args(argv)[0].recipe, RECIPES["tiny"])  # a wrong name is refused below
     architecture, run = recipe()
     parser.set_defaults(architecture=architecture, config=run)
-    names = (
-        f"{name} ({recipe.__doc__.splitlines()[0].partition(':')[0].rstrip('.')})" for name, recipe in RECIPES.items()
-    )
-    parser.add_argument_group("recipe", "the options below show the recipe's values in brackets").add_argument(
-        "--recipe", choices=RECIPES, metavar="NAME", default="tiny", help=f"{', '.join(names)}; the default is tiny"
-    )
+    names = []
+    for name, make in RECIPES.items():
+        title = make.__doc__.splitlines()[0].partition(":")[0].rstrip(".")
+        names.append(f"{name} ({title})")
+    group = parser.add_argument_group("recipe", "the options below show the recipe's values in brackets")
+    help = f"{', '.join(names)}; the default is tiny"
+    group.add_argument("--recipe", choices=RECIPES, metavar="NAME", default="tiny", help=help)
     options.add_options(parser, run, shows_all)
     group = parser.add_argument_group("architecture", "fields of D2lBertConfig")
     for name in architecture_options():

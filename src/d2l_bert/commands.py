@@ -56,12 +56,17 @@ MODELS = argument("model", "MODEL", MODEL_HELP, nargs="+")
 
 
 def given_options(arguments) -> dict:
-    """The options of the command that were given, by name."""
-    return {
-        field.name: getattr(arguments, field.name)
-        for field in dataclasses.fields(arguments.config)
-        if field.name in arguments
-    }
+    """
+    The options of the command that were given, by name.
+
+    The parser leaves a flag that is not given out of the arguments (`argparse.SUPPRESS`). An argument without dashes,
+    such as MODEL, is given, and fills the field of its name.
+    """
+    given = {}
+    for field in dataclasses.fields(arguments.config):
+        if field.name in arguments:
+            given[field.name] = getattr(arguments, field.name)
+    return given
 
 
 def options_of(arguments):
@@ -93,19 +98,16 @@ def prepare_command(arguments) -> None:
 
     run = options_of(arguments)
     if arguments.check:
-        messages.refuse_first(
-            {
-                f"{name} is for preparing a text, and check reads folders that are prepared; leave it out": True
-                for name in given_options(arguments)
-            }
-        )
+        for name in given_options(arguments):
+            raise messages.UserError(
+                f"{name} is for preparing a text, and check reads folders that are prepared; leave it out"
+            )
         messages.show(prepared_folder.check_prepared_folders([Path(folder) for folder in arguments.check]))
         return
     run.check()
     _refuse_what_is_fixed(arguments, run)
-    messages.refuse_first(
-        {f"corpus {run.text_paths()}: is prepared already; give its text": prepared_folder.corpus_is_prepared(run)}
-    )
+    if prepared_folder.corpus_is_prepared(run):
+        raise messages.UserError(f"corpus {run.text_paths()}: is prepared already; give its text")
     with folders.new_folder(Path(arguments.output_dir)) as folder:
         text = prepare_with_tokenizer(run)
         prepared_folder.write_prepared_folder(text, folder)
@@ -119,10 +121,10 @@ def pretrain_command(arguments) -> None:
     Without any option, the recipe tiny is trained on the documentation that is installed with Python, in a few
     minutes. The output folder then holds the model, the tokenizer, the model card and a record of the run.
     """
-    from d2l_bert.training import devices, pretrain
+    from d2l_bert.training import pretrain, processes
 
-    devices.start_processes()
-    with devices.together():
+    processes.start_processes()
+    with processes.together():
         architecture, run = resolve_pretrain(arguments)
     keep_freed_memory()  # before the text is read: reading frees one large piece of memory, which the steps then use
     pretrain.pretrain(architecture, run)
@@ -138,9 +140,14 @@ def keep_freed_memory() -> None:
     process ends. The command accepts that, as its process ends with the run; `pretrain`, called from a program, leaves
     the allocator alone.
     """
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD (malloc.h): never return memory to the system
-        libc.mallopt(-3, 2**30) or libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: 1 GiB; an older glibc allows 32 MiB
+        has_set = libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: 1 GiB
+        if not has_set:
+            libc.mallopt(-3, 2**25)  # an older glibc allows 32 MiB
 
 
 def resolve_pretrain(arguments) -> tuple:
@@ -155,7 +162,9 @@ def resolve_pretrain(arguments) -> tuple:
     run = recipes.override_options(arguments.config, given_options(arguments))
     run.check_values()  # an empty path would be looked up as the working directory
     _refuse_what_is_fixed(arguments, run)
-    architecture = arguments.architecture if run.init_from is None else initialize.read_architecture(run.init_from)
+    architecture = arguments.architecture
+    if run.init_from is not None:
+        architecture = initialize.read_architecture(run.init_from)
     changes = {name: getattr(arguments, name) for name in recipes.architecture_options() if name in arguments}
     with messages.explained("the architecture", "", ValueError):
         return type(architecture)(**{**architecture.to_dict(), **changes}), run
@@ -169,10 +178,12 @@ def _refuse_what_is_fixed(arguments, run):
 
     fixed = fixed_options(run)
     if run.init_from is not None:
-        fixed |= dict.fromkeys({*architecture_options()} - {*FREE_FIELDS}, f"the model in init_from ({run.init_from})")
-    messages.refuse_first(
-        {f"{name} is fixed by {by}; leave {name} out": name in arguments for name, by in fixed.items()}
-    )
+        for name in architecture_options():
+            if name not in FREE_FIELDS:
+                fixed[name] = f"the model in init_from ({run.init_from})"
+    for name, by in fixed.items():
+        if name in arguments:
+            raise messages.UserError(f"{name} is fixed by {by}; leave {name} out")
 
 
 @command(
@@ -202,7 +213,7 @@ def finetune_command(arguments) -> None:
     figures of every seed, the predictions for the test rows, pictures and a model card. docs/finetune.md has a command
     for each kind of task.
     """
-    from d2l_bert.training.finetuning.run import finetune
+    from d2l_bert.training.finetuning.train import finetune
 
     keep_freed_memory()
     finetune(options_of(arguments))
@@ -300,13 +311,13 @@ def attention_command(arguments) -> None:
     """
     from d2l_bert.inference.attention import attention_figure, compare_word
 
-    config, model, texts = options_of(arguments), arguments.model, (arguments.first, arguments.second)
+    config = options_of(arguments)
     config.check()
     if config.word is not None:
-        messages.show(compare_word(model, config.word, *texts))
+        messages.show(compare_word(arguments.model, config.word, arguments.first, arguments.second))
         return
     with folders.new_file(Path(config.output)) as partial:
-        figure, said = attention_figure(model, *texts, config.layer, config.head)
+        figure, said = attention_figure(arguments.model, arguments.first, arguments.second, config.layer, config.head)
         figure.savefig(partial, format="png")
     messages.show(f"{config.output}: {said}")
 
@@ -345,7 +356,8 @@ def convert_command(arguments) -> None:
     from d2l_bert.model_cards.card import carry_card
     from d2l_bert.modeling.convert import convert
 
-    source, target = arguments.source, Path(arguments.target)
+    source = arguments.source
+    target = Path(arguments.target)
     with folders.new_folder(target) as folder:
         said = convert(
             source,
@@ -378,7 +390,8 @@ def export_command(arguments) -> None:
     from d2l_bert.model_cards.card import carry_card
     from d2l_bert.modeling.export import export
 
-    config, target = options_of(arguments), Path(arguments.target)
+    config = options_of(arguments)
+    target = Path(arguments.target)
     config.check()
     with folders.new_folder(Path(config.page)) if config.page else contextlib.nullcontext() as page:
         if page:  # first, as it may not be there

@@ -34,19 +34,6 @@ class UserError(ValueError):
     """
 
 
-def refuse_first(cases: dict[str, object], prefix: str = "") -> None:
-    """
-    Raise `UserError` with the first message whose case holds.
-
-    Args:
-        cases: by the message, whether its case holds.
-        prefix: put before the message.
-    """
-    for message, holds in cases.items():
-        if holds:
-            raise UserError(f"{prefix}{message}") from None
-
-
 # The causes of an OSError that lie outside of this package: space, a file in use, permissions, memory or the network.
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 IN_USE = {errno.EBUSY, errno.ETXTBSY, errno.EAGAIN}
@@ -60,6 +47,9 @@ ENVIRONMENT_ERRORS = {
     *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT),
 }
 
+# The number of an error in the message of a Rust library (tokenizers, safetensors).
+OS_ERROR = r"\(os error (\d+)\)"
+
 # What libraries say of a failed write whose cause they do not name: PyTorch its source file, NumPy two numbers. Nearly
 # always the disk is full.
 NO_CAUSE = r"inline_container\.cc|\d+ requested and \d+ written"
@@ -70,7 +60,7 @@ def writing(place: object, way_out: str = "") -> Iterator[None]:
     """
     Turn an `OSError` that the block raises while it writes a file or a folder into a `UserError`.
 
-    Rust libraries (tokenizers, safetensors) raise exceptions of their own, with "(os error 28)" in the message.
+    Libraries raise exceptions of their own for a failed write (`OS_ERROR`, `NO_CAUSE`), which are turned, too.
 
     Args:
         place: what is written, for the message. If it is a path, and the error names a file elsewhere, such as one of
@@ -80,18 +70,36 @@ def writing(place: object, way_out: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        in_message = re.search(rf"\(os error (\d+)\)|{NO_CAUSE}", str(error))
-        if isinstance(error, UserError) or not (isinstance(error, OSError) or in_message):
+        if isinstance(error, UserError) or not _is_of_the_system(error):
             raise
-        number = int(in_message[1]) if in_message and in_message[1] else getattr(error, "errno", None)
-        if number is None and in_message:
-            number = errno.ENOSPC
+        number = _error_number(error)
         said = os.strerror(number) if number else error
-        if number in IN_THE_WAY and (obstacle := _obstacle(error, place)):
+        obstacle = _obstacle(error, place) if number in IN_THE_WAY else ""
+        if obstacle:
             raise UserError(f"{place}: cannot be written, as {obstacle}; take it out{way_out}") from None
         if elsewhere := _elsewhere(error, place):
             raise UserError(f"{elsewhere}: cannot be used ({said}); {_advice(number)}") from None
         raise UserError(f"{place}: cannot be written ({said}); {_advice(number)}{way_out}") from None
+
+
+def _is_of_the_system(error):
+    """Whether an exception is an `OSError`, or a library's own one of a failed write."""
+    return isinstance(error, OSError) or re.search(rf"{OS_ERROR}|{NO_CAUSE}", str(error)) is not None
+
+
+def _error_number(error):
+    """The operating system's number of an error; None if it has none."""
+    if in_message := re.search(OS_ERROR, str(error)):
+        return int(in_message[1])
+    number = getattr(error, "errno", None)
+    if number is None and re.search(NO_CAUSE, str(error)):
+        return errno.ENOSPC
+    return number
+
+
+def _named(error):
+    """The file that an `OSError` names; of a copy that fails the one that is written, which Python names second."""
+    return getattr(error, "filename2", None) or getattr(error, "filename", None)
 
 
 def _obstacle(error, place):
@@ -100,16 +108,22 @@ def _obstacle(error, place):
 
     Of the path that an `OSError` names, it is the first part that is no folder; or, where a file is to be, the folder.
     """
-    named = getattr(error, "filename2", None) or getattr(error, "filename", None) or place
+    named = _named(error) or place
     if not isinstance(named, (str, bytes, Path)):
         return ""
     path = Path(os.fsdecode(named)).absolute()
     for part in (*reversed(path.parents), path):
         if os.path.lexists(part) and not part.is_dir():
-            leads = part.is_symlink() and not part.exists()
-            kind = "a link that leads nowhere" if leads else "a link to a file" if part.is_symlink() else "no folder"
-            return f"{part} is {kind}"
-    return f"{path} is a folder, and no file" if path.is_dir() and error.errno == errno.EISDIR else ""
+            return f"{part} is {_kind_of_obstacle(part)}"
+    if path.is_dir() and error.errno == errno.EISDIR:
+        return f"{path} is a folder, and no file"
+    return ""
+
+
+def _kind_of_obstacle(path):
+    if not path.is_symlink():
+        return "no folder"
+    return "a link to a file" if path.exists() else "a link that leads nowhere"
 
 
 def _advice(number):
@@ -123,15 +137,19 @@ def _advice(number):
 
 def _elsewhere(error, place):
     """The file that an `OSError` names, if it is not `place`, in it, or in the hidden folder beside it."""
-    # Of a copy that fails Python names the source first, and then the file that is written.
-    named = getattr(error, "filename2", None) or getattr(error, "filename", None)
+    named = _named(error)
     if not isinstance(named, (str, bytes)) or not isinstance(place, Path):
         return None
-    named, place = Path(os.fsdecode(named)).absolute(), place.absolute()
-    is_beside = named.is_relative_to(place.parent) and named != place.parent
-    if is_beside and named.relative_to(place.parent).parts[0].startswith((place.name, f".{place.name[:40]}")):
-        return None  # `folders.hidden` makes the names of hidden folders
-    return None if place.is_relative_to(named) else named  # a parent, in which it cannot be made
+    named = Path(os.fsdecode(named)).absolute()
+    place = place.absolute()
+    if place.is_relative_to(named):  # a parent, in which it cannot be made
+        return None
+    if named.is_relative_to(place.parent):
+        beside = named.relative_to(place.parent).parts[0]
+        # `folders.hidden` makes the names of hidden folders.
+        if beside.startswith((place.name, f".{place.name[:40]}")):
+            return None
+    return named
 
 
 def standard_input() -> BinaryIO:
@@ -160,7 +178,9 @@ def explained(what: object, way_out: str, *kinds: type[BaseException]) -> Iterat
         yield
     except kinds as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"{what} ({reason:.500}); {way_out}" if way_out else f"{what}: {reason}") from None
+        if way_out:
+            raise UserError(f"{what} ({reason:.500}); {way_out}") from None
+        raise UserError(f"{what}: {reason}") from None
 
 
 @contextlib.contextmanager
@@ -178,42 +198,46 @@ def reading_model(name: str, prefix: str = "") -> Iterator[None]:
         yield
     except Exception as error:
         said = " ".join(str(error).split()) or type(error).__name__
-        folder = Path(name)
-        if isinstance(error, UserError):
-            why = said
-        elif "trust_remote_code" in said:  # Transformers advises the user to run such code
-            why = "it asks for code of its own, which is never run; give a d2l-bert model or a stock BERT"
-        elif "weights_only" in said:  # PyTorch advises the same
-            why = "its weights are a damaged pickle, or one with code, which is never run; give model.safetensors"
-        elif (folder / "run_config.json").is_file() and not (folder / "config.json").is_file():
-            why = f"its run is not finished; {GO_ON}, or give one of its checkpoints, such as {name}/checkpoint-100"
-        # "model_type" is in what Transformers says of a folder without a model's config.json.
-        elif "model_type" in said and (folder / "prepared.json").is_file():
-            why = f"it is a folder of prepare; train a model on it: d2l-bert pretrain --corpus {name}"
-        elif "model_type" in said and folder.is_dir() and not (folder / "config.json").is_file():
-            why = "it holds no config.json, so it is no model; give a folder of pretrain or save_pretrained"
-        elif not folder.exists():
-            why = (
-                f"no folder here has this name, and the Hub gave nothing of this name ({said:.200}); check the name, "
-                f"connect to the network, or log in with `hf auth login` for a private one"
-            )
-        else:
-            why = f"{said:.300}; give a folder of pretrain or save_pretrained, or save it there again"
+        why = said if isinstance(error, UserError) else _why_unreadable(name, said)
         raise UserError(f"{prefix}{name}: cannot be loaded: {why}") from None
+
+
+def _why_unreadable(name, said):
+    """Why a model of this name cannot be read, and the way out, from what a library said of it."""
+    folder = Path(name)
+    has_config = (folder / "config.json").is_file()
+    if "trust_remote_code" in said:  # Transformers advises the user to run such code
+        return "it asks for code of its own, which is never run; give a d2l-bert model or a stock BERT"
+    if "weights_only" in said:  # PyTorch advises the same
+        return "its weights are a damaged pickle, or one with code, which is never run; give model.safetensors"
+    if (folder / "run_config.json").is_file() and not has_config:
+        return f"its run is not finished; {GO_ON}, or give one of its checkpoints, such as {name}/checkpoint-100"
+    if "model_type" in said:  # as Transformers says of a folder without a model's config.json
+        if (folder / "prepared.json").is_file():
+            return f"it is a folder of prepare; train a model on it: d2l-bert pretrain --corpus {name}"
+        if folder.is_dir() and not has_config:
+            return "it holds no config.json, so it is no model; give a folder of pretrain or save_pretrained"
+    if not folder.exists():
+        return (
+            f"no folder here has this name, and the Hub gave nothing of this name ({said:.200}); check the name, "
+            f"connect to the network, or log in with `hf auth login` for a private one"
+        )
+    return f"{said:.300}; give a folder of pretrain or save_pretrained, or save it there again"
 
 
 def launched_rank() -> int:
     """The rank of this process, from the environment variables of torchrun or accelerate; 0 for a single process."""
     # A RANK without a WORLD_SIZE is not from a launcher of this process.
-    return int(os.environ.get("RANK", 0)) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else 0
+    if int(os.environ.get("WORLD_SIZE", 1)) <= 1:
+        return 0
+    return int(os.environ.get("RANK", 0))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory ran out, on the GPU or the CPU. PyTorch raises several kinds."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError)
-        and re.search("not enough memory|can't allocate memory|out of memory", str(error)) is not None
-    )
+    if isinstance(error, RuntimeError):
+        return re.search("not enough memory|can't allocate memory|out of memory", str(error)) is not None
+    return isinstance(error, MemoryError)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -227,7 +251,9 @@ def counted(count: int, one: str, more: str | None = None) -> str:
     Args:
         one, more: the unit's singular and plural; without `more`, the plural is the singular with an "s".
     """
-    return f"{count:,} {one if count == 1 else more or f'{one}s'}"
+    if count == 1:
+        return f"1 {one}"
+    return f"{count:,} {more or f'{one}s'}"
 
 
 def printable(text: str) -> str:
@@ -275,7 +301,8 @@ def with_progress(
         documents_in: returns the number of documents in an item; without it an item is a document.
         unit: what a document is called, such as "line".
     """
-    start, count = time.monotonic(), 0
+    start = time.monotonic()
+    count = 0
     with tqdm(total=total, desc=label, unit=f" {unit}s", leave=False, disable=not sys.stderr.isatty()) as bar:
         for item in items:
             yield item

@@ -248,7 +248,8 @@ def kind_of(member: type) -> Kind:
 
 # The largest numbers of an option whose interval has no end. Whole numbers above are not exact as a float, as JSON's
 # readers have them, and overflow what counts in 64 bits.
-MOST_WHOLE, MOST = 2**53, 10**9
+MOST_WHOLE = 2**53
+MOST = 10**9
 
 
 def _bounded(within, is_float):
@@ -299,7 +300,7 @@ def _is_within(number, within):
 def value_of(kind: type, text: str, within: str | None = None, is_path: bool = False):
     """The value of an option's type that a word of the command line stands for, checked by `what_is_wrong`."""
     value = text
-    for read in (_truth, float, int):
+    for read in (_truth, float, int):  # a word is a value of the first kind that the option's type has
         try:
             read_as = read(text.lower())
         except ValueError:
@@ -324,7 +325,7 @@ def _truth(text):
 
 def add_options(parser: argparse.ArgumentParser, config: Options, shows_all: bool) -> None:
     """
-    Add a flag for each option but `recipe`, in the option's group; its help shows the value.
+    Add a flag for each option but `recipe` and `model`, in the option's group; its help shows the value.
 
     Args:
         config: an object of a dataclass of options.
@@ -333,7 +334,7 @@ def add_options(parser: argparse.ArgumentParser, config: Options, shows_all: boo
     kinds = typing.get_type_hints(type(config))
     groups = {}
     for field in dataclasses.fields(config):
-        if field.name in ("recipe", "model"):
+        if field.name in ("recipe", "model"):  # `__main__` adds `--recipe`, and MODEL has no dashes
             continue
         about = field.metadata
         title = about["group"]

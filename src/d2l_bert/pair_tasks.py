@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from transformers import TextClassificationPipeline
 
-from d2l_bert.messages import UserError, refuse_first
+from d2l_bert.messages import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,10 @@ PAIR_TASKS = {
 def pair_task(metrics: Iterable[str]) -> PairTask | None:
     """The task whose loss or accuracy is among the names of metrics, such as `eval_nsp_loss`; None without one."""
     names = {name.removeprefix("eval_") for name in metrics}
-    return next((task for task in PAIR_TASKS.values() if names & {f"{task.key}_loss", f"{task.key}_accuracy"}), None)
+    for task in PAIR_TASKS.values():
+        if f"{task.key}_loss" in names or f"{task.key}_accuracy" in names:
+            return task
+    return None
 
 
 def unit(task: PairTask | None) -> str:
@@ -107,14 +110,17 @@ class NextSentencePredictionPipeline(TextClassificationPipeline):
             raise UserError(f"next-sentence-prediction needs a ForNextSentencePrediction model, got {name}")
 
     def preprocess(self, inputs, **tokenizer_kwargs):
-        texts = [inputs.get(name) for name in ("text", "text_pair")] if isinstance(inputs, dict) else [None]
-        if not all(isinstance(text, str) for text in texts):
+        pair = inputs if isinstance(inputs, dict) else {}
+        first = pair.get("text")
+        second = pair.get("text_pair")
+        if not isinstance(first, str) or not isinstance(second, str):
             raise UserError(f'a pair is {{"text": first, "text_pair": second}}, two strings; got {inputs!r:.80}')
-        encoded = self.tokenizer(*texts, return_tensors="pt", **tokenizer_kwargs)
-        length, limit = encoded["input_ids"].shape[1], self.model.config.max_position_embeddings
+        encoded = self.tokenizer(first, second, return_tensors="pt", **tokenizer_kwargs)
+        length = encoded["input_ids"].shape[1]
+        limit = self.model.config.max_position_embeddings
         if length > limit:
             raise UserError(
-                f"{texts[0][:40]!r}...: {length} tokens, and the model has {limit} positions; shorten it, or give "
+                f"{first[:40]!r}...: {length} tokens, and the model has {limit} positions; shorten it, or give "
                 f"truncation=True, max_length={limit}"
             )
         return encoded
@@ -165,14 +171,13 @@ class PretrainingLoss:
             UserError: a batch has no `labels` or no `next_sentence_label`.
         """
         batches, num_items = self.original_get_batch_samples(epoch_iterator, num_batches, device)
-        refuse_first(
-            {
-                f"PretrainingLoss needs {name} in every batch, and a batch has only {', '.join(batch)}; add {name} in "
-                f"the data collator": name not in batch
-                for batch in batches
-                for name in ("labels", "next_sentence_label")
-            }
-        )
+        for batch in batches:
+            for name in ("labels", "next_sentence_label"):
+                if name not in batch:
+                    raise UserError(
+                        f"PretrainingLoss needs {name} in every batch, and a batch has only {', '.join(batch)}; add "
+                        f"{name} in the data collator"
+                    )
         pairs = sum((batch["next_sentence_label"] != -100).sum() for batch in batches)
         if self.trainer.args.average_tokens_across_devices and self.trainer.args.world_size > 1:
             pairs = self.trainer.accelerator.gather(torch.as_tensor(pairs, device=device)).sum()

@@ -50,14 +50,16 @@ def read_record(path: Path, kind: type = dict, allow_nan: bool = False) -> dict:
 
 def _finite(number):
     """A number of JSON as a float; NaN, Infinity and a number beyond a float's range, such as 1e400, are refused."""
-    if not math.isfinite(value := float(number)):
+    value = float(number)
+    if not math.isfinite(value):
         raise ValueError(f"{number:.50} is no finite number")
     return value
 
 
 def _other_version(content):
     """The end of a message: which version has written a record, if it says so and it is not this one."""
-    versions, ours = content.get("versions"), importlib.metadata.version("d2l-bert")
+    ours = importlib.metadata.version("d2l-bert")
+    versions = content.get("versions")
     theirs = versions.get("d2l-bert") if isinstance(versions, dict) else None
     if not isinstance(theirs, str) or theirs == ours:
         return ""
@@ -76,7 +78,8 @@ def check_type(value: object, kind: object, place: str = "") -> None:
     Raises:
         ValueError: the value is of another type.
     """
-    origin, members = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    members = typing.get_args(kind)
     if typing.is_typeddict(kind):
         _check_entries(value, kind, place)
     elif origin in (typing.Union, types.UnionType):
@@ -190,7 +193,8 @@ def refuse_link_outwards(path: Path, folder: Path) -> None:
     Raises:
         UserError: the path leads out of the folder.
     """
-    real, home = Path(os.path.realpath(path)), folder.resolve()  # `resolve` raises for a link to itself
+    real = Path(os.path.realpath(path))  # `resolve` raises for a link to itself
+    home = folder.resolve()
     blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
     if not real.is_relative_to(home) and not real.is_relative_to(blobs):
         raise UserError(f"{path}: is a link that leads out of {folder}; put the file itself there, or take it out")

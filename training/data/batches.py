@@ -4,10 +4,7 @@ Shapes: B rows in a micro-batch, T tokens in a row, P masked positions in a row,
 and S are the largest of all rows in the micro-batch. `run` is the run's `PretrainConfig`.
 """
 
-import bisect
-import dataclasses
 import itertools
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -15,52 +12,27 @@ import numpy as np
 import torch
 
 from d2l_bert.messages import UserError
-from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.tokenization.token_store import TokenizedCorpus, find, ranges
 from d2l_bert.tokenization.wordpiece import CONTINUATION
 from d2l_bert.training.data import masking
-from d2l_bert.training.data.order import EpochPairs
-from d2l_bert.training.data.pairs import NO_LABEL, PAIR, SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT
+from d2l_bert.training.data.pairs import SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT, tokens_in
+from d2l_bert.training.data.rows import ALONE, Ranks, micro_batches, pack, padded
 
-
-logger = logging.getLogger(__name__)
-
-# Where a smaller share of the rows would be pairs, or of the tokens in these, a run has no second loss.
-LEAST_SHARE = 0.5
 
 # Pairs that `first_with_target` masks in one call.
 PAIRS_AT_ONCE = 64
 
-WIDTH_MULTIPLE = 8  # rows are padded to a multiple of this, in tokens
-
-# Rows of similar length form groups of equal size, and a micro-batch consists of whole groups. A step has at least 16
-# groups, and a full micro-batch at least 8. Larger groups give fewer tensor shapes, and a CPU prepares its matrix
-# products once for each shape. Smaller groups give less padding.
-MIN_GROUPS_IN_STEP, MIN_GROUPS_IN_MICRO_BATCH = 16, 8
-
-# A micro-batch ends where its padding would be more than this share of a full one, and more than these tokens. Less
-# padding would need more micro-batches, each of which casts all weights to the compute dtype and writes all gradients.
-MOST_PADDING, LEAST_PADDING = 1 / 32, 256
-
-
-class Ranks(NamedTuple):
-    """The processes of a run, which share each step: how many there are, and which of them this one is."""
-
-    count: int = 1
-    own: int = 0
-
-
-ALONE = Ranks()  # a single process
-
 
 def words_in(corpus: TokenizedCorpus, pairs: np.ndarray) -> float:
     """The words in both segments of the pairs (n,), summed; each token counts as an equal share of its document's."""
-    starts, ends = (np.concatenate([pairs[f"a_{side}"], pairs[f"b_{side}"]]) for side in ("start", "end"))
+    starts = np.concatenate([pairs["a_start"], pairs["b_start"]])
+    ends = np.concatenate([pairs["a_end"], pairs["b_end"]])
     is_there = ends > starts  # a single segment has no B
-    documents = find(corpus.document_starts, find(corpus.sentence_starts, starts[is_there]))
-    borders = np.stack([documents, documents + 1])
-    words, tokens = (np.diff(of, axis=0)[0] for of in (corpus.words_before[borders], corpus.first_tokens(borders)))
-    return float(((ends - starts)[is_there] * (words / tokens)).sum())
+    tokens = (ends - starts)[is_there]
+    document = find(corpus.document_starts, find(corpus.sentence_starts, starts[is_there]))
+    words_of_document = corpus.words_before[document + 1] - corpus.words_before[document]
+    tokens_of_document = corpus.first_tokens(document + 1) - corpus.first_tokens(document)
+    return float((tokens * (words_of_document / tokens_of_document)).sum())
 
 
 def ordinary_ids(tokenizer) -> tuple[int, int]:
@@ -73,9 +45,10 @@ def ordinary_ids(tokenizer) -> tuple[int, int]:
     Returns:
         The first id of the range, and the id after its last.
     """
-    special = np.array([-1, *sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}), len(tokenizer)])
-    longest = int(np.diff(special).argmax())
-    return int(special[longest]) + 1, int(special[longest + 1])
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    borders = [-1, *sorted(special), len(tokenizer)]  # the ranges lie between two of these
+    longest = int(np.diff(borders).argmax())
+    return borders[longest] + 1, borders[longest + 1]
 
 
 class BatchMaker:
@@ -92,12 +65,16 @@ class BatchMaker:
     """
 
     def __init__(self, tokens: TokenizedCorpus, tokenizer, run, max_seq_length: int):
-        self.tokens, self.run, self.max_seq_length = tokens, run, max_seq_length
-        self.cls, self.sep = tokenizer.cls_token_id, tokenizer.sep_token_id
-        self.pad, self.mask = tokenizer.pad_token_id, tokenizer.mask_token_id
+        self.tokens = tokens
+        self.run = run
+        self.max_seq_length = max_seq_length
+        self.cls = tokenizer.cls_token_id
+        self.sep = tokenizer.sep_token_id
+        self.pad = tokenizer.pad_token_id
+        self.mask = tokenizer.mask_token_id
         self.unknown = -1 if tokenizer.unk_token_id is None else tokenizer.unk_token_id
-        self.first_ordinary_id, self.ordinary_end = ordinary_ids(tokenizer)
-        self.mlm_probability = run.mlm_probabilities()[1]
+        self.first_ordinary_id, self.end_of_ordinary_ids = ordinary_ids(tokenizer)
+        _, self.mlm_probability = run.mlm_probabilities()
         self.has_labels = run.objective != "none"
         self.vocab_size = len(tokenizer)
         pieces = tokenizer.convert_ids_to_tokens(range(self.vocab_size))
@@ -122,24 +99,20 @@ class BatchMaker:
         """
         if rows is not None:
             pairs = pairs[list(itertools.chain(*rows))]
-        ids, token_arguments, chosen = self._unpacked(pairs, mlm_probability or self.mlm_probability)
+        ids, arguments, is_predicted = self._one_pair_a_row(pairs, mlm_probability or self.mlm_probability)
         if rows is None:
-            # The row of each pair, and the first column of the pair in the row.
-            row, starts = np.arange(len(pairs)), np.zeros(len(pairs), dtype=np.int64)
-            row_arguments = {"next_sentence_label": pairs["next_sentence_label"].copy()}
+            zeros = np.zeros(len(pairs), dtype=np.int64)
+            places = Places(row=np.arange(len(pairs)), number=zeros, column=zeros)
+            of_pairs = {"next_sentence_label": pairs["next_sentence_label"].copy()}
         else:
-            row, starts, token_arguments, row_arguments = self._packed(pairs, token_arguments, list(map(len, rows)))
-        predicted = np.bincount(row, chosen.sum(1)).astype(int)  # the number of masked positions in each row
-        pair, column = chosen.nonzero()
-        # At least one slot, which holds no label where every token is `[UNK]`: attention fails without a query.
-        slots, slot = (len(predicted), max(1, predicted.max())), (row[pair], ranges(0, predicted))
-        slot_arguments = {"masked_positions": np.zeros(slots, dtype=np.int64), "labels": np.full(slots, -100)}
-        slot_arguments["masked_positions"][slot], slot_arguments["labels"][slot] = starts[pair] + column, ids[chosen]
-        if not self.has_labels:
-            row_arguments = {}
-        return {
-            name: torch.from_numpy(array) for name, array in (token_arguments | slot_arguments | row_arguments).items()
-        }
+            lengths = arguments["attention_mask"].sum(1)
+            places = _places_of(lengths, np.array([len(in_row) for in_row in rows]))
+            arguments = self._packed(arguments, places, lengths)
+            of_pairs = _of_packed_pairs(pairs, places)
+        arguments |= _of_slots(ids, is_predicted, places)
+        if self.has_labels:
+            arguments |= of_pairs
+        return {name: torch.from_numpy(array) for name, array in arguments.items()}
 
     def empty(self) -> dict[str, torch.Tensor]:
         """A micro-batch without labels, with a loss of 0: for a process that has fewer rows than other processes."""
@@ -153,7 +126,7 @@ class BatchMaker:
             **label,
         }
 
-    def _unpacked(self, pairs, share):
+    def _one_pair_a_row(self, pairs, share):
         """
         One row for each pair: [CLS] A [SEP] B [SEP], or [CLS] A [SEP] if B is empty.
 
@@ -161,59 +134,139 @@ class BatchMaker:
             The ids before masking (n, T); a dict of `input_ids`, `token_type_ids`, `attention_mask` (n, T); whether
             each token is to be predicted (n, T).
         """
-        a_starts, a_ends, b_starts, b_ends = (
-            pairs[name][:, None] for name in ("a_start", "a_end", "b_start", "b_end")
+        ids, is_real, is_of_text, is_second = self._rows_of_ids(pairs)
+        masked, is_predicted = masking.mask_tokens(
+            ids,
+            is_of_text & (ids != self.unknown),
+            pairs["key"],
+            mask_token_id=self.mask,
+            first_ordinary_id=self.first_ordinary_id,
+            end_of_ordinary_ids=self.end_of_ordinary_ids,
+            mlm_probability=share,
+            masking=self.run.masking,
+            is_continuation=self.is_continuation,
+            mask_replace_prob=self.run.mask_replace_prob,
+            random_replace_prob=self.run.random_replace_prob,
         )
-        b_columns = a_ends - a_starts + 2  # the column of B's first token
-        lengths = b_columns + np.where(b_ends > b_starts, b_ends - b_starts + 1, 0)
-        column = np.arange(self._width(lengths))
-        in_a, real, ends_a, ends = column < b_columns, column < lengths, column == b_columns - 1, column == lengths - 1
-        ordinary = real & ~ends_a & ~ends  # the tokens of the text
-        ordinary[:, 0] = False
-        ids = np.where(real, self.sep, self.pad)
-        ids[:, 0] = self.cls
-        of_text = self.tokens.ids[(column + np.where(in_a, a_starts - 1, b_starts - b_columns))[ordinary]]
-        self.tokens.check_ids(of_text, self.vocab_size)
-        ids[ordinary] = of_text
-        rules = (self.mask, self.first_ordinary_id, self.ordinary_end, share, self.run.masking, self.is_continuation)
-        shares = (self.run.mask_replace_prob, self.run.random_replace_prob)
-        masked, chosen = masking.mask_tokens(ids, ordinary & (ids != self.unknown), pairs["key"], *rules, *shares)
-        token_arguments = {"input_ids": masked, "token_type_ids": (real & ~in_a).astype(np.int64)}
-        return ids, {**token_arguments, "attention_mask": real.astype(np.int64)}, chosen
+        arguments = {
+            "input_ids": masked,
+            "token_type_ids": is_second.astype(np.int64),
+            "attention_mask": is_real.astype(np.int64),
+        }
+        return ids, arguments, is_predicted
 
-    def _packed(self, pairs, token_arguments, in_rows):
+    def _rows_of_ids(self, pairs):
+        """
+        A row for each pair. Where A has 3 tokens and B has 2, `b_column` is 5, and the length of the row is 8:
+
+            columns    0      1 to 3    4      5 and 6    7      8 on
+            ids        [CLS]  A         [SEP]  B          [SEP]  [PAD]
+
+        Returns:
+            The ids; whether each is no padding; whether it is of the text; and whether it is of B or the [SEP] after
+            B: each (n, T).
+        """
+        pairs = pairs[:, None]
+        a_start = pairs["a_start"]
+        b_start = pairs["b_start"]
+        b_column = 1 + (pairs["a_end"] - a_start) + 1
+        b_length = pairs["b_end"] - b_start
+        lengths = b_column + np.where(b_length > 0, b_length + 1, 0)
+        column = np.arange(self._width(lengths))
+        is_real = column < lengths
+        is_first = column < b_column
+        is_sep = (column == b_column - 1) | (column == lengths - 1)
+        is_of_text = is_real & ~is_sep
+        is_of_text[:, 0] = False
+        ids = np.where(is_real, self.sep, self.pad)
+        ids[:, 0] = self.cls
+        # The number, in the corpus, of each token.
+        token = column + np.where(is_first, a_start - 1, b_start - b_column)
+        ids_of_text = self.tokens.ids[token[is_of_text]]
+        self.tokens.check_ids(ids_of_text, self.vocab_size)
+        ids[is_of_text] = ids_of_text
+        return ids, is_real, is_of_text, is_real & ~is_first
+
+    def _packed(self, arguments, places, lengths):
         """
         Pack rows of one pair each into rows of several pairs.
 
         Args:
-            token_arguments: the model's arguments from `_unpacked` (n, T).
-            in_rows: the number of pairs in each packed row (B,).
+            arguments: the model's arguments from `_one_pair_a_row` (n, T).
+            lengths: the tokens in each pair (n,).
 
         Returns:
-            The row of each pair (n,); the pair's first column in the row (n,); the model's arguments for each token
-            (B, T); the model's arguments for each sequence (B, S).
+            The model's arguments for each token (B, T), with `position_ids` and `sequence_ids`.
         """
-        row, sequence = np.repeat(np.arange(len(in_rows)), in_rows), ranges(0, np.array(in_rows))
-        real = token_arguments["attention_mask"] == 1
-        ends = np.cumsum(lengths := real.sum(1))
-        row_ends = ends[np.cumsum(in_rows) - 1]
-        starts = ends - lengths - np.append(0, row_ends[:-1])[row]
-        pair, column = real.nonzero()
-        token_arguments = {name: array[real] for name, array in token_arguments.items()}
-        token_arguments |= {"position_ids": column, "sequence_ids": sequence[pair] + 1}
-        shape = (len(in_rows), self._width(np.diff(row_ends, prepend=0)))
-        packed = {name: np.full(shape, self.pad if name == "input_ids" else 0) for name in token_arguments}
-        for name, array in token_arguments.items():
-            packed[name][row[pair], starts[pair] + column] = array
-        row_arguments = {"cls_positions": np.zeros((len(in_rows), max(in_rows)), dtype=np.int64)}
-        row_arguments["next_sentence_label"] = np.full(row_arguments["cls_positions"].shape, -100)
-        row_arguments["cls_positions"][row, sequence] = starts
-        row_arguments["next_sentence_label"][row, sequence] = pairs["next_sentence_label"]
-        return row, starts, packed, row_arguments
+        is_real = arguments["attention_mask"] == 1
+        pair, column = is_real.nonzero()  # of each token
+        values = {name: array[is_real] for name, array in arguments.items()}
+        values["position_ids"] = column
+        values["sequence_ids"] = places.number[pair] + 1
+        shape = (places.row[-1] + 1, self._width(places.column + lengths))
+        packed = {}
+        for name, of_tokens in values.items():
+            padding = self.pad if name == "input_ids" else 0
+            packed[name] = np.full(shape, padding)
+            packed[name][places.row[pair], places.column[pair] + column] = of_tokens
+        return packed
 
     def _width(self, lengths):
         """T, the width of a micro-batch with rows of these lengths."""
         return min(padded(lengths.max()), self.max_seq_length)
+
+
+class Places(NamedTuple):
+    """Where each pair of a micro-batch stands (n,): its row, its number in the row, and its first column there."""
+
+    row: np.ndarray
+    number: np.ndarray
+    column: np.ndarray
+
+
+def _places_of(lengths, pairs_in_row):
+    """
+    The `Places` of pairs of these lengths (n,), which fill the rows in their order, `pairs_in_row` (B,) each.
+
+    Pairs of 9, 4 and 7 tokens, of which a first row takes two: their rows are 0 0 1, their numbers 0 1 0, and their
+    columns 0 9 0.
+    """
+    row = np.repeat(np.arange(len(pairs_in_row)), pairs_in_row)
+    starts = np.cumsum(lengths) - lengths  # if all rows stood one after the other
+    first_pairs = np.cumsum(pairs_in_row) - pairs_in_row
+    return Places(row, number=ranges(0, pairs_in_row), column=starts - starts[first_pairs][row])
+
+
+def _of_packed_pairs(pairs, places):
+    """The arguments `cls_positions` and `next_sentence_label` (B, S) of packed rows."""
+    shape = (places.row[-1] + 1, places.number.max() + 1)
+    cls_positions = np.zeros(shape, dtype=np.int64)
+    cls_positions[places.row, places.number] = places.column
+    labels = np.full(shape, -100)
+    labels[places.row, places.number] = pairs["next_sentence_label"]
+    return {"cls_positions": cls_positions, "next_sentence_label": labels}
+
+
+def _of_slots(ids, is_predicted, places):
+    """
+    The arguments `masked_positions` and `labels` (B, P).
+
+    Args:
+        ids: before masking, one pair a row (n, T).
+        is_predicted: whether each is to be predicted (n, T).
+        places: of the pairs in the rows of the micro-batch.
+    """
+    slots_in_row = np.bincount(places.row, is_predicted.sum(1)).astype(int)
+    # At least one slot, which holds no label where every token is `[UNK]`: attention fails without a query.
+    shape = (len(slots_in_row), max(1, slots_in_row.max()))
+    pair, column = is_predicted.nonzero()
+    row = places.row[pair]
+    slot = ranges(0, slots_in_row)  # the number of each predicted token in its row
+    masked_positions = np.zeros(shape, dtype=np.int64)
+    masked_positions[row, slot] = places.column[pair] + column
+    labels = np.full(shape, -100)
+    labels[row, slot] = ids[is_predicted]
+    return {"masked_positions": masked_positions, "labels": labels}
 
 
 def batches(
@@ -234,8 +287,8 @@ def batches(
         most_tokens: the most tokens in a micro-batch, padding included.
         packed: whether several pairs share a row.
     """
-    in_a, in_b = pairs["a_end"] - pairs["a_start"], pairs["b_end"] - pairs["b_start"]
-    lengths = in_a + in_b + np.where(in_b > 0, SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT)
+    has_b = pairs["b_end"] > pairs["b_start"]
+    lengths = tokens_in(pairs) + np.where(has_b, SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT)
     if packed:
         rows = pack(lengths, make_batch.max_seq_length)
         lengths = [int(lengths[row].sum()) for row in rows]
@@ -248,17 +301,41 @@ def batches(
             yield make_batch(pairs[micro_batch], mlm_probability)
 
 
-def counts_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+class Counts(NamedTuple):
     """
-    Counts of a micro-batch, float32 (5,): the tokens to predict, the examples (`count_examples`), the tokens without
-    and with padding, and the sum of the squared lengths of the sequences.
+    What some micro-batches have, counted.
+
+    Args:
+        masked_tokens: the tokens to predict.
+        examples: as `count_examples` has them.
+        tokens: without padding.
+        padded_tokens: with padding.
+        squared_lengths: the sum of the squared lengths of the sequences.
     """
-    real = batch["attention_mask"]
-    place = batch.get("position_ids", torch.arange(real.shape[1]))  # of a token in its sequence
-    squared_lengths = (real * (2 * place + 1)).sum()  # n^2 is the sum of the first n odd numbers
-    masked_tokens, computed = (batch["labels"] != -100).sum(), torch.tensor(real.numel())
-    counts = [masked_tokens, count_examples(batch), real.sum(), computed, squared_lengths]
-    return torch.stack([count.float() for count in counts])
+
+    masked_tokens: int
+    examples: int
+    tokens: int
+    padded_tokens: int
+    squared_lengths: int
+
+    def to_tensor(self, device: torch.device) -> torch.Tensor:
+        """The counts in the order above, float32 (5,), to be summed over all processes; `Counts(*sums)` names them."""
+        return torch.tensor(self, dtype=torch.float32, device=device)
+
+
+def counts_of(micro_batches: Iterable[dict[str, torch.Tensor]]) -> Counts:
+    """Counts of these micro-batches, padded or packed, all of which have an `attention_mask`."""
+    masked_tokens = examples = tokens = padded_tokens = squared_lengths = 0
+    for batch in micro_batches:
+        is_real = batch["attention_mask"]
+        place = batch.get("position_ids", torch.arange(is_real.shape[1]))  # of each token in its sequence
+        masked_tokens += int((batch["labels"] != -100).sum())
+        examples += int(count_examples(batch))
+        tokens += int(is_real.sum())
+        padded_tokens += is_real.numel()
+        squared_lengths += int((is_real * (2 * place + 1)).sum())  # n^2 is the sum of the first n odd numbers
+    return Counts(masked_tokens, examples, tokens, padded_tokens, squared_lengths)
 
 
 def count_examples(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -272,8 +349,11 @@ def count_examples(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """
     if "next_sentence_label" in batch:
         return (batch["next_sentence_label"] != -100).sum()
-    in_row = batch["sequence_ids"].amax(1) if "sequence_ids" in batch else 1  # (B,)
-    return (in_row * (batch["labels"] != -100).any(1)).sum()
+    has_target = (batch["labels"] != -100).any(1)  # (B,)
+    if "sequence_ids" not in batch:
+        return has_target.sum()
+    sequences_in_row = batch["sequence_ids"].amax(1)  # (B,)
+    return (sequences_in_row * has_target).sum()
 
 
 def first_with_target(make_batch: BatchMaker, parts: Iterable[np.ndarray], name: str) -> dict[str, torch.Tensor]:
@@ -290,124 +370,10 @@ def first_with_target(make_batch: BatchMaker, parts: Iterable[np.ndarray], name:
     for pairs in parts:
         for first in range(0, len(pairs), PAIRS_AT_ONCE):
             some = pairs[first : first + PAIRS_AT_ONCE]
-            found = np.flatnonzero((make_batch(some)["labels"] != -100).any(1))
-            if len(found):
-                return make_batch(some[found[:1]])
+            has_target = (make_batch(some)["labels"] != -100).any(1).numpy()
+            if has_target.any():
+                return make_batch(some[has_target][:1])
     raise UserError(
         f"{name}: no pair of segments with a token to predict, and [UNK] is never predicted; give more text, "
         f"--objective none, or a tokenizer that was trained on such text"
     )
-
-
-def with_objective(run, text):
-    """
-    The options of a run on a `PreparedText`: the objective `auto` becomes `nsp`, or `none` where few rows of the text
-    would have a label, or cutting the pairs would lose most of it.
-
-    A document of one sentence is a row without a label. Says how many rows have one, and how many of the tokens are in
-    rows, measured on the first window.
-
-    Raises:
-        UserError: few rows would have a label of the objective that the user asked for.
-    """
-    if run.objective == "none":
-        return run
-    of_pairs = dataclasses.replace(run, objective="nsp" if run.objective == "auto" else run.objective)
-    pairs = EpochPairs(text.train, of_pairs, run.max_seq_length, text.corpus_name)
-    rows = next(pairs.parts(0), np.zeros(0, dtype=PAIR))
-    has_label, short = rows["next_sentence_label"] != NO_LABEL, PAIR_TASKS[of_pairs.objective].short
-    share = (rows["b_end"] > rows["b_start"]).mean() if len(rows) else 1.0
-    starts, ends = text.train.sentence_starts[np.stack(pairs.pieces(0, 0))]
-    kept = sum((rows[f"{side}_end"] - rows[f"{side}_start"]).sum() for side in "ab") / max((ends - starts).sum(), 1)
-    reasons = {
-        f"only {share:.1%} of the rows would be pairs for {short}: most documents have one sentence": (
-            share < LEAST_SHARE
-        ),
-        f"no pair for {short} would have a label: all second segments are alike": not has_label.any(),
-        f"pairs for {short} in rows of {run.max_seq_length} would hold {kept:.0%} of the tokens: sentences are long": (
-            kept < LEAST_SHARE and run.objective == "auto"
-        ),
-    }
-    reason = next((line for line, holds in reasons.items() if holds and len(rows)), None)
-    if reason is None:
-        logger.info(
-            f"{has_label.sum() / max(len(rows), 1):.1%} of the rows are pairs with a label for {short}; rows of "
-            f"{run.max_seq_length} hold {kept:.0%} of the tokens, the others are cut off"
-        )
-        return of_pairs
-    if run.objective != "auto":
-        raise UserError(
-            f"objective {run.objective}: {reason}; give objective none, or documents of several sentences (see "
-            f"documents)"
-        )
-    logger.warning(f"{text.corpus_name}: {reason}. The second loss is left out (objective none)")
-    return dataclasses.replace(run, objective="none")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows and micro-batches, by the lengths of sequences
-
-# How a step is cut into micro-batches changes its time and memory; the gradient stays the same, apart from rounding
-# and dropout masks.
-
-
-def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """
-    Put sequences into rows: the longest first, each into the fullest row that it fits into (best fit decreasing).
-
-    Args:
-        lengths: tokens in each sequence, at most `capacity`.
-        capacity: the largest number of tokens in a row.
-
-    Returns:
-        For each row the indices of its sequences in `lengths`.
-    """
-    rows, free = [], []  # `free` holds (free tokens, index of the row), in ascending order
-    for sequence in np.argsort(-np.asarray(lengths), kind="stable").tolist():
-        length = int(lengths[sequence])
-        fullest = bisect.bisect_left(free, (length, -1))
-        if fullest < len(free):
-            space, row = free.pop(fullest)
-            rows[row].append(sequence)
-        else:
-            space, row = capacity, len(rows)
-            rows.append([sequence])
-        if space > length:
-            bisect.insort(free, (space - length, row))
-    return rows
-
-
-def micro_batches(lengths: Sequence[int], most_tokens: int, ranks: Ranks = ALONE) -> list[list[int]]:
-    """
-    Cut the rows of a step into micro-batches, and return those of one process.
-
-    Rows are sorted by length and dealt out to the processes in turn: every process gets about the same work, and the
-    same number of micro-batches. A micro-batch takes rows, longest first, until it is full or has too much padding.
-
-    Args:
-        lengths: tokens in each row.
-        most_tokens: the largest number of tokens in a micro-batch, padding included; a single row may be longer.
-
-    Returns:
-        For each micro-batch the indices of its rows in `lengths`, longest first. The last may be empty, if this
-        process has fewer rows than rank 0.
-    """
-    order = np.argsort(-np.asarray(lengths), kind="stable")
-    own_rows = order[ranks.own :: ranks.count].tolist()
-    # The n-th rows of all processes get one width, that of the longest of them, so that all processes cut alike.
-    widths = [padded(length) for length in np.asarray(lengths)[order[:: ranks.count]]]
-    limit = max(1, min(len(widths) // MIN_GROUPS_IN_STEP, most_tokens // widths[0] // MIN_GROUPS_IN_MICRO_BATCH))
-    size = 1 << limit.bit_length() - 1  # of a group, in rows: a power of two
-    starts, padding, most_padding = [0], 0, max(LEAST_PADDING, MOST_PADDING * most_tokens)
-    for group in range(size, len(widths), size):
-        start = starts[-1]
-        padding += (widths[start] - widths[group]) * size
-        if (group + size - start) * widths[start] > most_tokens or padding > most_padding:
-            starts.append(group)
-            padding = 0
-    return [own_rows[start:end] for start, end in itertools.pairwise([*starts, len(widths)])]
-
-
-def padded(length: int) -> int:
-    """The width, in tokens, of a row of `length` tokens: the next multiple of `WIDTH_MULTIPLE`."""
-    return -(-int(length) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE

@@ -13,16 +13,18 @@ function of log n(x) + log n(w) alone.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
 from d2l_bert.tokenization.token_store import TokenizedCorpus, ranges
+from d2l_bert.training.data.pairs import tokens_in
 
 
-# Tokens that are counted at once, and all that are counted at most: more change little, and take 0.15 s a million.
-TOKENS_AT_ONCE, MOST_TOKENS = 2**23, 2**28
+TOKENS_AT_ONCE = 2**23  # that are counted at once
+MOST_TOKENS = 2**28  # that are counted in all; more change little, and take 0.15 s a million
 
 # The most different bigrams that are kept, the most frequent ones (lossy counting; Manku and Motwani, 2002). Ten
 # million words of books have 1.2 million.
@@ -36,7 +38,8 @@ MOST_COLUMNS = 384
 SMOOTHING = 0.3
 
 # The subspace iteration (Halko et al., 2011) computes this many directions more than are kept, this many times.
-EXTRA_DIRECTIONS, ITERATIONS = 32, 2
+EXTRA_DIRECTIONS = 32
+ITERATIONS = 2
 
 # The distance of the nodes between which log(1 + e / d) is interpolated, in log n(x): an error below 0.0004.
 NODE_DISTANCE = 0.1
@@ -85,13 +88,16 @@ def flat_rows(corpus: TokenizedCorpus, pairs: np.ndarray, cls: int, sep: int) ->
     ends = np.stack([pairs["a_end"], pairs["b_end"]], axis=1).ravel()
     begins_row = np.tile([True, False], len(pairs))
     is_there = begins_row | (ends > starts)
-    starts, ends, begins_row = starts[is_there], ends[is_there], begins_row[is_there]
-    sizes = begins_row + (ends - starts) + 1
+    starts = starts[is_there]
+    ends = ends[is_there]
+    begins_row = begins_row[is_there]
+    lengths = ends - starts
+    sizes = begins_row + lengths + 1  # with [CLS] and [SEP]
     places = np.cumsum(sizes) - sizes  # of each segment in the result, [CLS] included
     ids = np.full(sizes.sum(), sep, dtype=np.int64)
     ids[places[begins_row]] = cls
-    firsts = places + begins_row
-    ids[ranges(firsts, firsts + ends - starts)] = corpus.ids[ranges(starts, ends)]
+    first_tokens = places + begins_row
+    ids[ranges(first_tokens, first_tokens + lengths)] = corpus.ids[ranges(starts, ends)]
     return ids
 
 
@@ -104,17 +110,25 @@ def count_bigrams(corpus: TokenizedCorpus, parts: Iterable[np.ndarray], cls: int
         cls, sep: the ids of [CLS] and [SEP].
         entries: V.
     """
-    found = Bigrams(*np.zeros((2, 0), dtype=np.int64), *np.zeros((3, entries), dtype=np.int64))
+    found = Bigrams(
+        keys=np.zeros(0, dtype=np.int64),
+        counts=np.zeros(0, dtype=np.int64),
+        as_first=np.zeros(entries, dtype=np.int64),
+        as_second=np.zeros(entries, dtype=np.int64),
+        tokens=np.zeros(entries, dtype=np.int64),
+    )
     for pairs in parts:
         for some in _in_blocks(pairs):
             ids = flat_rows(corpus, some, cls, sep)
             corpus.check_ids(ids, entries)
             found.tokens += np.bincount(ids, minlength=entries)
             is_bigram = ids[1:] != cls
-            first, second = ids[:-1][is_bigram], ids[1:][is_bigram]
+            first = ids[:-1][is_bigram]
+            second = ids[1:][is_bigram]
             found.as_first += np.bincount(first, minlength=entries)
             found.as_second += np.bincount(second, minlength=entries)
-            found.keys, found.counts = _merged(found, *np.unique(first * entries + second, return_counts=True))
+            keys, counts = np.unique(first * entries + second, return_counts=True)
+            found.keys, found.counts = _merged(found, keys, counts)
         if found.tokens.sum() >= MOST_TOKENS:
             break
     found.tokens[[cls, sep]] = 0
@@ -123,8 +137,10 @@ def count_bigrams(corpus: TokenizedCorpus, parts: Iterable[np.ndarray], cls: int
 
 def _in_blocks(pairs):
     """The pairs in blocks of about `TOKENS_AT_ONCE` tokens."""
-    tokens_up_to = np.cumsum(pairs["a_end"] - pairs["a_start"] + pairs["b_end"] - pairs["b_start"])
-    borders = range(TOKENS_AT_ONCE, int(tokens_up_to[-1]) if len(pairs) else 0, TOKENS_AT_ONCE)
+    if not len(pairs):
+        return []
+    tokens_up_to = np.cumsum(tokens_in(pairs))
+    borders = np.arange(TOKENS_AT_ONCE, tokens_up_to[-1], TOKENS_AT_ONCE)
     return np.split(pairs, np.searchsorted(tokens_up_to, borders))
 
 
@@ -152,38 +168,84 @@ class WeightedPmi:
 
     def __init__(self, bigrams: Bigrams):
         entries = len(bigrams.tokens)
-        first, second = np.divmod(bigrams.keys, entries)
         contexts = torch.from_numpy(bigrams.as_first + bigrams.as_second).float() + 0.5
         self.weights = (contexts / contexts.mean()).sqrt()
+        first, second = np.divmod(bigrams.keys, entries)
         counted = torch.from_numpy(bigrams.counts).float().div_(SMOOTHING).log1p_()
         values = counted * self.weights[first] * self.weights[second]
         by_second = torch.from_numpy(np.argsort(second, kind="stable"))
-        first, second = (torch.from_numpy(each.astype(np.int32)) for each in (first, second))
-        # For each row (column) where its entries begin, the columns (rows) of these, and their values.
-        self.rows = _offsets(first, entries), second, values
-        self.columns = _offsets(second[by_second], entries), first[by_second], values[by_second]
-        # The row (column) of each token in the table of log(1 + e / d), between two nodes.
-        self.of_first, self.of_second = (_between_nodes(each) for each in (bigrams.as_first, bigrams.as_second))
-        nodes = NODE_DISTANCE * torch.arange(
-            2 + max(int(places.max()) for places, _ in (self.of_first, self.of_second))
+        first = torch.from_numpy(first.astype(np.int32))
+        second = torch.from_numpy(second.astype(np.int32))
+        self.counted = SparseMatrix(_offsets(first, entries), second, values)
+        self.counted_transposed = SparseMatrix(
+            _offsets(second[by_second], entries), first[by_second], values[by_second]
         )
+        # What is expected by chance, log(1 + e / d), is read from a table over log n(x) and log n(w).
+        self.first_nodes = _between_nodes(bigrams.as_first)
+        self.second_nodes = _between_nodes(bigrams.as_second)
+        last_node = 1 + max(int(self.first_nodes.below.max()), int(self.second_nodes.below.max()))
+        nodes = NODE_DISTANCE * torch.arange(last_node + 1)
         total = float(bigrams.as_first.sum())
         self.table = F.softplus(nodes[:, None] + nodes - np.log(total * SMOOTHING))
 
     def products(self, right: torch.Tensor, left: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The products of the matrix with `right` (V, K), and of its transpose with `left` (V, K): both (V, K)."""
+        by_chance = self._of_chance(self.first_nodes, self.second_nodes, right)
+        by_chance_transposed = self._of_chance(self.second_nodes, self.first_nodes, left)
         return (
-            _sparse_product(self.rows, right) - self._of_chance(self.of_first, self.table, self.of_second, right),
-            _sparse_product(self.columns, left) - self._of_chance(self.of_second, self.table, self.of_first, left),
+            self.counted.product(right) - by_chance,
+            self.counted_transposed.product(left) - by_chance_transposed,
         )
 
-    def _of_chance(self, rows, table, columns, factor):
-        (places, shares), weighted = columns, factor * self.weights[:, None]
-        at_nodes = factor.new_zeros(len(table), factor.shape[1])
-        at_nodes.index_add_(0, places, weighted * (1 - shares))
-        at_nodes.index_add_(0, places + 1, weighted * shares)
-        (places, shares), of_nodes = rows, table @ at_nodes
-        return (of_nodes[places] * (1 - shares) + of_nodes[places + 1] * shares) * self.weights[:, None]
+    def _of_chance(self, rows, columns, factor):
+        """
+        The product (V, K) of the weighted log(1 + e / d) and a matrix (V, K).
+
+        An entry between two nodes of the table is a mean of theirs. So the factor is first summed up at the nodes of
+        its rows, then multiplied with the table, which is small, and then read at the nodes of each token.
+        """
+        weighted = factor * self.weights[:, None]
+        at_nodes = factor.new_zeros(len(self.table), factor.shape[1])
+        at_nodes.index_add_(0, columns.below, weighted * (1 - columns.share_above))
+        at_nodes.index_add_(0, columns.below + 1, weighted * columns.share_above)
+        of_nodes = self.table @ at_nodes
+        below = of_nodes[rows.below] * (1 - rows.share_above)
+        above = of_nodes[rows.below + 1] * rows.share_above
+        return (below + above) * self.weights[:, None]
+
+
+class SparseMatrix(NamedTuple):
+    """
+    A matrix (V, V) with few entries that are not 0, row for row.
+
+    Args:
+        offsets: where the entries of each row begin, int32 (V,).
+        columns: the column of each entry, int32 (n,).
+        values: of the entries (n,).
+    """
+
+    offsets: torch.Tensor
+    columns: torch.Tensor
+    values: torch.Tensor
+
+    def product(self, factor: torch.Tensor) -> torch.Tensor:
+        """The product (V, K) with a dense matrix (V, K)."""
+        # `contiguous`, as the rows of what `qr` gives are not, and then this takes six times as long.
+        factor = factor.contiguous()
+        return F.embedding_bag(self.columns, factor, self.offsets, mode="sum", per_sample_weights=self.values)
+
+
+class Nodes(NamedTuple):
+    """
+    Where the logarithms of some counts lie between the nodes of a table.
+
+    Args:
+        below: the node below each (V,).
+        share_above: how far each is to the next node, from 0 to 1 (V, 1).
+    """
+
+    below: torch.Tensor
+    share_above: torch.Tensor
 
 
 def _offsets(sorted_numbers, entries):
@@ -191,37 +253,37 @@ def _offsets(sorted_numbers, entries):
     return torch.searchsorted(sorted_numbers, torch.arange(entries, dtype=torch.int32), out_int32=True)
 
 
-def _sparse_product(matrix, factor):
-    """The product (V, K) of a sparse matrix, as `WeightedPmi` has it, and a dense one (V, K)."""
-    offsets, numbers, values = matrix
-    # `contiguous`, as the rows of what `qr` gives are not, and then this takes six times as long.
-    return F.embedding_bag(numbers, factor.contiguous(), offsets, mode="sum", per_sample_weights=values)
-
-
 def _between_nodes(counts):
-    """The node below the logarithm of each count (V,), and how far it is to the next node, from 0 to 1 (V, 1)."""
+    """The `Nodes` of the logarithms of these counts (V,)."""
     places = torch.from_numpy(np.log(np.maximum(counts, 1))).float() / NODE_DISTANCE
-    return places.long(), places.frac()[:, None]
+    return Nodes(places.long(), places.frac()[:, None])
 
 
 def word_vectors(bigrams: Bigrams, size: int, generator: torch.Generator) -> WordVectors:
     """
     Word vectors whose products are about the PMI: the leading directions of the weighted PMI and of its transpose.
 
+    With M the weighted PMI, the directions are eigenvectors of M^T M + M M^T. An orthonormal basis of the leading ones
+    is found by multiplying random directions with that matrix, twice (subspace iteration); then the eigenvectors are
+    those of the small matrix which it is in this basis.
+
     Args:
         size: K, at most V; `MOST_COLUMNS` if that is less.
         generator: of the directions that the iteration starts from.
     """
-    pmi, size = WeightedPmi(bigrams), min(size, MOST_COLUMNS)
-    basis = torch.randn(len(pmi.weights), min(size + EXTRA_DIRECTIONS, len(pmi.weights)), generator=generator)
+    pmi = WeightedPmi(bigrams)
+    entries = len(pmi.weights)
+    size = min(size, MOST_COLUMNS)
+    basis = torch.randn(entries, min(size + EXTRA_DIRECTIONS, entries), generator=generator)
     for _ in range(ITERATIONS):
-        after, before = pmi.products(basis, basis)
-        of_rows, of_columns = pmi.products(before, after)
+        after, before = pmi.products(basis, basis)  # M basis, and M^T basis
+        of_rows, of_columns = pmi.products(before, after)  # M M^T basis, and M^T M basis
         basis = torch.linalg.qr(of_rows + of_columns).Q
     after, before = pmi.products(basis, basis)
-    squares, turn = torch.linalg.eigh(after.T @ after + before.T @ before)
-    squares, turn = squares.flip(0)[:size].clamp(min=1e-9), turn.flip(1)[:, :size]
-    roots = squares**0.25
+    squares, turn = torch.linalg.eigh(after.T @ after + before.T @ before)  # ascending
+    squares = squares.flip(0)[:size].clamp(min=1e-9)
+    turn = turn.flip(1)[:, :size]
+    roots = squares**0.25  # `squares**0.5` is the size of a direction; a product of two words has it once
     words = basis @ turn * roots / pmi.weights[:, None]
     form = turn.T @ (basis.T @ after) @ turn / roots / roots[:, None]
     shares = torch.from_numpy(bigrams.tokens).float() + 0.5

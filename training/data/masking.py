@@ -2,18 +2,22 @@
 
 import numpy as np
 
-from d2l_bert.training.data.order import random_numbers
+from d2l_bert.training.data.random_numbers import random_numbers
 
 
 # SpanBERT (Joshi et al., 2020), section 3.1: a span is 1 to 10 words long, geometrically distributed with p = 0.2, on
 # average 3.8.
-SPAN_PROBABILITY, LONGEST_SPAN = 0.2, 10
+SPAN_PROBABILITY = 0.2
+LONGEST_SPAN = 10
 _SPAN_LENGTHS = (1 - SPAN_PROBABILITY) ** np.arange(LONGEST_SPAN)
 _SPAN_LENGTHS_UP_TO = np.cumsum(_SPAN_LENGTHS) / _SPAN_LENGTHS.sum()
 
 # Where the random numbers for each purpose start in a key's stream: how many units to choose (one number), which
 # units, what a chosen token becomes ([MASK], random or itself), and which random token.
-_COUNT, _UNITS, _FATES, _TOKENS = 0, 1, 2**18, 2**19
+_COUNT = 0
+_UNITS = 1
+_FATES = 2**18
+_TOKENS = 2**19
 
 
 def mask_tokens(
@@ -22,7 +26,7 @@ def mask_tokens(
     keys: np.ndarray,
     mask_token_id: int,
     first_ordinary_id: int,
-    vocab_size: int,
+    end_of_ordinary_ids: int,
     mlm_probability: float = 0.15,
     masking: str = "token",
     is_continuation: np.ndarray | None = None,
@@ -42,8 +46,8 @@ def mask_tokens(
         candidates: whether a token may be chosen (B, T): true for tokens that are not special; `[UNK]` is special.
         keys: from `random_keys` (B,); the only source of randomness.
         mask_token_id: id of `[MASK]`.
-        first_ordinary_id, vocab_size: random tokens are drawn from first_ordinary_id to vocab_size - 1, which leaves
-            out the special tokens. The book also draws special tokens.
+        first_ordinary_id, end_of_ordinary_ids: random tokens are drawn from first_ordinary_id to end_of_ordinary_ids
+            - 1, which leaves out the special tokens. The book also draws special tokens.
         mlm_probability: the share of units to predict.
         masking: `token` chooses single tokens; `whole_word` chooses words, with all their pieces; `span` chooses
             spans of words of geometric length (SpanBERT). A span that reaches the end of a segment continues in the
@@ -56,31 +60,57 @@ def mask_tokens(
     Returns:
         The masked ids (B, T), and whether each token is to be predicted (B, T), bool.
     """
-    starts = candidates.copy()  # whether a unit starts at this token
+    starts_unit = candidates.copy()
     if masking != "token":
-        starts[:, 1:] &= ~(is_continuation[tokens[:, 1:]] & candidates[:, :-1])
-    unit = np.cumsum(starts, axis=1) - 1  # the number of each candidate's unit in its row
-    units = starts.sum(1)  # units in each row
-    counts = np.minimum(np.maximum((mlm_probability * units + random_numbers(keys, _COUNT)).astype(int), 1), units)
-    chosen_units = np.zeros((len(tokens), max(1, units.max(initial=1))), dtype=bool)
+        continues_word = is_continuation[tokens[:, 1:]] & candidates[:, :-1]
+        starts_unit[:, 1:] &= ~continues_word
+    unit_of_token = np.cumsum(starts_unit, axis=1) - 1  # the number, in its row, of each candidate's unit
+    units_in_row = starts_unit.sum(1)
+    wanted = (mlm_probability * units_in_row + random_numbers(keys, _COUNT)).astype(int)
+    chosen_in_row = np.minimum(np.maximum(wanted, 1), units_in_row)
     if masking == "span":
-        for row in np.flatnonzero(units):
-            chosen_units[row, _spans(units[row], counts[row], np.random.default_rng(keys[row]))] = True
+        is_unit_chosen = _spans_of_units(units_in_row, chosen_in_row, keys)
     else:
-        # Draw a number for each unit, and choose the units with the smallest numbers.
-        drawn = random_numbers(keys[:, None], _UNITS + np.arange(chosen_units.shape[1]))
-        drawn[np.arange(chosen_units.shape[1]) >= units[:, None]] = 1  # columns beyond the row's units sort last
-        smallest = np.argsort(drawn, axis=1)[:, : counts.max(initial=0)]
-        np.put_along_axis(chosen_units, smallest, np.arange(smallest.shape[1]) < counts[:, None], axis=1)
-    chosen = candidates & np.take_along_axis(chosen_units, np.maximum(unit, 0), axis=1)
+        is_unit_chosen = _single_units(units_in_row, chosen_in_row, keys)
+    chosen = candidates & np.take_along_axis(is_unit_chosen, np.maximum(unit_of_token, 0), axis=1)
 
-    masked, (rows, columns) = tokens.copy(), chosen.nonzero()
+    rows, columns = chosen.nonzero()
     fate = random_numbers(keys[rows], _FATES + columns)
-    ordinary = random_numbers(keys[rows], _TOKENS + columns) * (vocab_size - first_ordinary_id)
-    replaced = np.where(fate < mask_replace_prob, mask_token_id, first_ordinary_id + ordinary.astype(int))
-    is_replaced = fate < mask_replace_prob + random_replace_prob
-    masked[rows, columns] = np.where(is_replaced, replaced, tokens[rows, columns])
+    drawn = random_numbers(keys[rows], _TOKENS + columns) * (end_of_ordinary_ids - first_ordinary_id)
+    random_tokens = first_ordinary_id + drawn.astype(int)
+    stays = fate >= mask_replace_prob + random_replace_prob
+    becomes_random = np.where(stays, tokens[rows, columns], random_tokens)
+    masked = tokens.copy()
+    masked[rows, columns] = np.where(fate < mask_replace_prob, mask_token_id, becomes_random)
     return masked, chosen
+
+
+def _single_units(units_in_row, chosen_in_row, keys):
+    """
+    Choose units of each row, all equally likely: whether each is chosen (B, units), false beyond the row's own.
+
+    Args:
+        units_in_row: the number of units (B,).
+        chosen_in_row: how many to choose (B,).
+        keys: of the rows (B,).
+    """
+    numbers = np.arange(max(1, units_in_row.max(initial=1)))
+    # Draw a random number for each unit, and choose the units with the smallest ones.
+    drawn = random_numbers(keys[:, None], _UNITS + numbers)
+    drawn[numbers >= units_in_row[:, None]] = 1  # larger than those of the row's own units
+    smallest = np.argsort(drawn, axis=1)[:, : chosen_in_row.max(initial=0)]
+    is_chosen = np.zeros(drawn.shape, dtype=bool)
+    np.put_along_axis(is_chosen, smallest, np.arange(smallest.shape[1]) < chosen_in_row[:, None], axis=1)
+    return is_chosen
+
+
+def _spans_of_units(units_in_row, chosen_in_row, keys):
+    """As `_single_units`, but in spans of consecutive units."""
+    is_chosen = np.zeros((len(keys), max(1, units_in_row.max(initial=1))), dtype=bool)
+    for row in np.flatnonzero(units_in_row):
+        rng = np.random.default_rng(keys[row])
+        is_chosen[row, _spans(units_in_row[row], chosen_in_row[row], rng)] = True
+    return is_chosen
 
 
 def _spans(words, count, rng):
@@ -88,16 +118,23 @@ def _spans(words, count, rng):
     Choose `count` of the words 0 to `words` - 1, in spans of geometric length.
 
     The words form a circle that is rotated at random, so that every word is equally likely. Where enough words are
-    left, at least one word lies between two spans.
+    left, at least one word lies between two spans. For example, 6 of 12 words:
+
+        lengths are drawn                         3, 2, 4, 1, ...
+        as many as it takes, the last one cut     3, 2, 1            the other 6 words lie in gaps before the spans
+        a gap of 1 before each span               1, 1, 1            3 words are to spare
+        which are distributed over the gaps       1, 3, 2            every way is equally likely
+        chosen (x) and other words                . x x x . . . x x . . x
+        rotated at random                         . . x . x x x . . . x x
     """
-    # Draw `count` lengths, which is always enough, and cut off the last span where the sum reaches `count`.
-    lengths = np.searchsorted(_SPAN_LENGTHS_UP_TO, rng.random(count)) + 1
-    ends = np.minimum(np.cumsum(lengths), count)
-    lengths = np.diff(ends[: np.searchsorted(ends, count) + 1], prepend=0)
-    spans, unchosen = len(lengths), words - count
+    drawn = np.searchsorted(_SPAN_LENGTHS_UP_TO, rng.random(count)) + 1  # `count` lengths are always enough
+    ends = np.minimum(np.cumsum(drawn), count)
+    spans = np.searchsorted(ends, count) + 1
+    lengths = np.diff(ends[:spans], prepend=0)
+    unchosen = words - count
     min_gap = min(1, unchosen // spans)  # without a gap two spans would merge into one
     spare = unchosen - min_gap * spans
-    # Stars and bars: every way to distribute the spare words over the gaps is equally likely.
+    # Stars and bars: the spare words are stars, and a bar stands between those of one gap and those of the next.
     bars = np.sort(rng.permutation(spare + spans - 1)[: spans - 1]) - np.arange(spans - 1)
     gaps = min_gap + np.diff(bars, prepend=0, append=spare)
     unchosen_before = np.cumsum(gaps) - gaps  # for each span

@@ -4,16 +4,27 @@ The corpus is cut into stretches of 16,384 tokens. An epoch is a random order of
 1,024; the pairs of a window are shuffled. The pairs are a pure function of (corpus, options, seed, epoch, window):
 every process of a run lays out the windows that it needs (`pairs.lay_out`), some 700,000 pairs a second. No pair is
 stored on disk.
+
+The words of this file, with a source of three stretches of which an epoch takes 1.5 passes:
+
+    stretch    a part of a source, here 0, 1 or 2
+    turn       all stretches of a source once, in an order of its own:        2 0 1, then 1 2 0, then 0 2 1, ...
+    visit      one stretch of a turn; numbered through all turns:             visit 3 is stretch 1, in turn 1
+    passes     how many turns an epoch takes; epoch 0 has the visits 0 to 3:  2 0 1 1, epoch 1 the next five: 2 0 0 2 1
+    window     the visits of an epoch, of all its sources, in random order, are cut into windows
+    piece      what a stretch has of one document: pairs are made of pieces
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from d2l_bert.messages import UserError
 from d2l_bert.tokenization.token_store import TokenizedCorpus, find, ranges
 from d2l_bert.training.data.pairs import lay_out
+from d2l_bert.training.data.random_numbers import random_keys, random_order
 
 
 # Every checkpoint contains DATA_ORDER, and a run does not resume from a checkpoint with another value. Raise it
@@ -38,11 +49,27 @@ MOST_EMPTY_WINDOWS = 20
 # The second entry of every seed says what the random numbers are for. Without this entry, even seeds of different
 # length could collide: NumPy draws the same numbers from (1, 2), which would be the seed of the order of epoch 2, and
 # from (1, 2, 0), which would be the seed of that epoch's window 0.
-_PAIRS, _MASKS, _VISITS, _ORDER = 1, 2, 3, 4
+_PAIRS = 1
+_MASKS = 2
+_VISITS = 3
+_ORDER = 4
 
 
-# Where a run stands in its pairs, its cursor: the epoch, the window in the epoch, and the next pair in the window.
-START = (0, 0, 0)
+class Cursor(NamedTuple):
+    """
+    Where a run stands in its pairs.
+
+    Args:
+        epoch, window: the window that has the next pair, and its epoch.
+        first: the next pair in the window; the number of its pairs if all are taken.
+    """
+
+    epoch: int
+    window: int
+    first: int
+
+
+START = Cursor(0, 0, 0)
 
 
 class EpochPairs:
@@ -65,7 +92,10 @@ class EpochPairs:
 
     def __init__(self, corpus: TokenizedCorpus, run, length: int, name: str = "the corpus"):
         assert run.objective != "auto", "with_objective decides"
-        self.corpus, self.run, self.length, self.name = corpus, run, length, name
+        self.corpus = corpus
+        self.run = run
+        self.length = length
+        self.name = name
         weights = np.array(run.source_weights or [1], dtype=float)
         source_ends = corpus.source_ends if run.source_weights else [len(corpus)]  # in documents
         if len(weights) != len(source_ends):
@@ -77,13 +107,16 @@ class EpochPairs:
         is_missing = (self.tokens == 0) & (weights > 0)
         if is_missing.any():
             raise UserError(f"source_weights: source {int(is_missing.argmax()) + 1} is empty")
-        # How many times an epoch goes through each source, which may be a fraction; an epoch has as many tokens as all
-        # sources together.
-        self.passes = weights / weights.sum() * self.tokens.sum() / np.maximum(self.tokens, 1)
-        least = WEIGHTED_STRETCHES if run.source_weights else 1
-        self.stretch_tokens = np.clip(-(-self.tokens // least), 1, STRETCH_TOKENS)
+        # An epoch has as many tokens as all sources together.
+        shares = weights / weights.sum()
+        self.passes = shares * self.tokens.sum() / np.maximum(self.tokens, 1)
+        least_stretches = WEIGHTED_STRETCHES if run.source_weights else 1
+        tokens_of_least = -(-self.tokens // least_stretches)  # rounded up
+        self.stretch_tokens = np.clip(tokens_of_least, 1, STRETCH_TOKENS)
         self.stretches = -(-self.tokens // self.stretch_tokens)
-        self._open = None, None  # the window that was used last: its epoch and number, and its pairs
+        # The window that was used last, as (epoch, window), and its pairs.
+        self._open_window = None
+        self._open_pairs = None
 
     # -----------------------------------------------------------------------------------------------------------------
     # Which stretches an epoch takes
@@ -92,10 +125,8 @@ class EpochPairs:
         """
         For each source, the numbers of its first visit in an epoch and of its first visit after it (2, sources).
 
-        A visit takes one stretch; a turn visits each stretch of a source once. The visits of a source are numbered
-        through all its turns; each turn has another order. Without weights an epoch is one turn. With weights an epoch
-        takes the next visits of each source: with 0.5 passes a stretch is visited in every second epoch, with 1.5
-        passes once or twice in an epoch.
+        Without weights an epoch is one turn. With weights an epoch takes the next visits of each source: with 0.5
+        passes a stretch is visited in every second epoch, with 1.5 passes once or twice in an epoch.
         """
         return np.rint(np.outer([epoch, epoch + 1], self.passes * self.stretches)).astype(np.int64)
 
@@ -106,56 +137,98 @@ class EpochPairs:
 
     def pieces(self, epoch: int, window: int) -> tuple[np.ndarray, np.ndarray]:
         """The sentences of a window, in pieces of one document each: the first, and that after the last (pieces,)."""
-        firsts, ends = self._visits(epoch)
-        # The stretches that this epoch takes from the first source, from the first two, and so on.
-        visits_up_to = np.cumsum(ends - firsts)
-        count = int(visits_up_to[-1])
-        places = np.arange(window * WINDOW_STRETCHES, min((window + 1) * WINDOW_STRETCHES, count))
-        visits = random_order(places, count, (self.run.seed, _ORDER, epoch))
-        sources = np.searchsorted(visits_up_to, visits, side="right")
-        # The turn of each visit, and its place in the turn, from its number through all turns of its source.
-        turns, places = np.divmod(visits + (ends - visits_up_to)[sources], self.stretches[sources])
-        spans = [np.zeros((2, 0), dtype=np.int64)]
+        sources, turns, places = self._visits_in_window(epoch, window)
+        firsts = [np.zeros(0, dtype=np.int64)]
+        ends = [np.zeros(0, dtype=np.int64)]
         for source, turn in sorted(set(zip(sources.tolist(), turns.tolist(), strict=True))):
-            seed, of_turn = (self.run.seed, _VISITS, source, turn), (sources == source) & (turns == turn)
-            stretches = random_order(places[of_turn], int(self.stretches[source]), seed)
-            spans.append(self._first_sentences(source, np.stack([stretches, stretches + 1])))
-        spans = np.concatenate(spans, axis=1)
-        firsts, ends = spans[:, spans[0] < spans[1]]
-        starts = self.corpus.document_starts
-        first_documents, last_documents = find(starts, firsts), find(starts, ends - 1)
-        documents, counts = ranges(first_documents, last_documents + 1), last_documents - first_documents + 1
-        firsts, ends = np.repeat(firsts, counts), np.repeat(ends, counts)
-        return np.maximum(starts[documents], firsts), np.minimum(starts[documents + 1], ends)
+            is_of_turn = (sources == source) & (turns == turn)
+            seed = (self.run.seed, _VISITS, source, turn)
+            stretches = random_order(places[is_of_turn], int(self.stretches[source]), seed)
+            firsts.append(self._first_sentences(source, stretches))
+            ends.append(self._first_sentences(source, stretches + 1))
+        return self._in_documents(np.concatenate(firsts), np.concatenate(ends))
+
+    def _visits_in_window(self, epoch, window):
+        """
+        The visits of a window: the source of each, its turn, and its place in the turn, each (visits,).
+
+        In an epoch that has the visits 4 to 8 of a first source and 10 to 12 of a second one, they are numbered 0 to 4
+        and 5 to 7: number 6 is visit 6 - 5 + 10 = 11 of the second source.
+        """
+        firsts, ends = self._visits(epoch)
+        numbers_up_to = np.cumsum(ends - firsts)  # of each source, in the epoch
+        first_numbers = numbers_up_to - (ends - firsts)
+        count = int(numbers_up_to[-1])
+        places = np.arange(window * WINDOW_STRETCHES, min((window + 1) * WINDOW_STRETCHES, count))
+        numbers = random_order(places, count, (self.run.seed, _ORDER, epoch))
+        sources = np.searchsorted(numbers_up_to, numbers, side="right")
+        visits = numbers - first_numbers[sources] + firsts[sources]
+        turns, places_in_turn = np.divmod(visits, self.stretches[sources])
+        return sources, turns, places_in_turn
 
     def _first_sentences(self, source, stretches):
         """
         The first sentence of each of these stretches of a source; of the one after the last, the end of the source.
 
         A border between two stretches is moved forward to the start of the next document; in a document that goes on
-        to the next border, to the start of the next sentence.
+        to the next border, to the start of the next sentence. For stretches of ten tokens and three documents:
+
+            tokens       0         10        20        30
+            documents    AAAAAAABBBBBBBCCCCCCCCCCCCCCCCCC
+            stretches    00000000000000111111112222222222
+
+        The border at 10 moves to 14, where C begins. C goes on from the border at 20 to that at 30, so that the border
+        at 20 moves to the next sentence, which here begins at 22.
         """
-        size, starts = self.stretch_tokens[source], self.corpus.sentence_starts
+        size = self.stretch_tokens[source]
         tokens = self.borders[source] + stretches * size
-        sentences = np.searchsorted(starts, np.minimum(tokens, self.borders[source + 1]))
+        sentences = np.searchsorted(self.corpus.sentence_starts, np.minimum(tokens, self.borders[source + 1]))
         documents = np.searchsorted(self.corpus.document_starts, sentences)
-        following = self.corpus.document_starts[documents]
-        return np.where(starts[following] < tokens + size, following, sentences)
+        first_of_next_document = self.corpus.document_starts[documents]
+        is_before_next_border = self.corpus.sentence_starts[first_of_next_document] < tokens + size
+        return np.where(is_before_next_border, first_of_next_document, sentences)
+
+    def _in_documents(self, firsts, ends):
+        """Cut spans of sentences, some of them empty, at the borders of documents: the first of each, and its end."""
+        is_there = firsts < ends
+        firsts = firsts[is_there]
+        ends = ends[is_there]
+        starts = self.corpus.document_starts
+        first_documents = find(starts, firsts)
+        end_documents = find(starts, ends - 1) + 1
+        counts = end_documents - first_documents
+        documents = ranges(first_documents, end_documents)
+        piece_firsts = np.maximum(starts[documents], np.repeat(firsts, counts))
+        piece_ends = np.minimum(starts[documents + 1], np.repeat(ends, counts))
+        return piece_firsts, piece_ends
 
     # -----------------------------------------------------------------------------------------------------------------
     # Pairs
 
     def window(self, epoch: int, number: int) -> np.ndarray:
         """The pairs of one window, shuffled and with the keys of their masks: an array of `pairs.PAIR`."""
-        if self._open[0] != (epoch, number):
-            rng, run = np.random.default_rng((self.run.seed, _PAIRS, epoch, number)), self.run
-            options = {"pairing": run.pairing, "objective": run.objective, "short_seq_prob": run.short_seq_prob}
-            pieces = self.pieces(epoch, number)
-            pairs = lay_out(self.corpus, *pieces, rng, max_seq_length=self.length, **options)
-            pairs = pairs[rng.permutation(len(pairs))]
-            pairs["key"] = random_keys((run.seed, _MASKS, epoch, number), np.arange(len(pairs)))
-            self._open = (epoch, number), pairs
-        return self._open[1]
+        if self._open_window != (epoch, number):
+            self._open_pairs = self._make_window(epoch, number)
+            self._open_window = (epoch, number)
+        return self._open_pairs
+
+    def _make_window(self, epoch, number):
+        run = self.run
+        rng = np.random.default_rng((run.seed, _PAIRS, epoch, number))
+        firsts, ends = self.pieces(epoch, number)
+        pairs = lay_out(
+            self.corpus,
+            firsts,
+            ends,
+            rng,
+            max_seq_length=self.length,
+            pairing=run.pairing,
+            objective=run.objective,
+            short_seq_prob=run.short_seq_prob,
+        )
+        pairs = pairs[rng.permutation(len(pairs))]
+        pairs["key"] = random_keys((run.seed, _MASKS, epoch, number), np.arange(len(pairs)))
+        return pairs
 
     def parts(self, epoch: int, most: int | None = None) -> Iterator[np.ndarray]:
         """
@@ -173,27 +246,33 @@ class EpochPairs:
             if not remaining:
                 return
 
-    def take(self, cursor: tuple[int, int, int], count: int) -> tuple[np.ndarray, tuple[int, int, int]]:
+    def take(self, cursor: Cursor, count: int) -> tuple[np.ndarray, Cursor]:
         """
         The next `count` pairs, through as many windows and epochs as it takes, and the cursor behind the last pair.
 
         Raises:
             UserError: no pair can be made of the text.
         """
-        (epoch, window, first), found, empty = cursor, [], 0
+        epoch, window, first = cursor
+        found = []
+        empty_windows = 0
         while True:
             pairs = self.window(epoch, window)
-            found.append(pairs[first : first + count])
-            count -= len(found[-1])
-            if not count:
-                return np.concatenate(found), (epoch, window, first + len(found[-1]))
-            empty = 0 if len(pairs) else empty + 1
-            if empty == MOST_EMPTY_WINDOWS:
+            taken = pairs[first : first + count]
+            found.append(taken)
+            count -= len(taken)
+            if count == 0:
+                return np.concatenate(found), Cursor(epoch, window, first + len(taken))
+            empty_windows = 0 if len(pairs) else empty_windows + 1
+            if empty_windows == MOST_EMPTY_WINDOWS:
                 raise UserError(f"{self.name}: no pair of segments in the text to train on; give more text")
-            is_last = window + 1 == self.windows(epoch)
-            epoch, window, first = (epoch + 1, 0, 0) if is_last else (epoch, window + 1, 0)
+            first = 0
+            window += 1
+            if window == self.windows(epoch):
+                epoch += 1
+                window = 0
 
-    def has(self, cursor: tuple[int, int, int], taken: int) -> bool:
+    def has(self, cursor: Cursor, taken: int) -> bool:
         """
         Whether a cursor may stand behind the last of some pairs.
 
@@ -214,70 +293,12 @@ class EpochPairs:
         Raises:
             UserError: no pair can be made of the text.
         """
-        epoch, window, _ = self.take(START, 1)[1]
-        pairs, (firsts, ends) = self.window(epoch, window), self.pieces(epoch, window)
-        if self.windows(epoch) == 1:
+        _, cursor = self.take(START, 1)
+        pairs = self.window(cursor.epoch, cursor.window)
+        if self.windows(cursor.epoch) == 1:
             return float(len(pairs))
+        firsts, ends = self.pieces(cursor.epoch, cursor.window)
         starts = self.corpus.sentence_starts
-        return len(pairs) / float((starts[ends] - starts[firsts]).sum()) * float((self.tokens * self.passes).sum())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Random numbers without a state: each number is a function of a seed, a key and an index
-
-# SplitMix64 adds this to its state for each random number; each key has a stream of 2^20 random numbers.
-_INCREMENT, _NUMBERS_PER_KEY = 0x9E3779B97F4A7C15, 2**20
-
-
-def random_keys(seed: Sequence[int], numbers: np.ndarray) -> np.ndarray:
-    """
-    Keys (n,) for `random_numbers`, from a seed and n different whole numbers.
-
-    The streams of two keys with the same seed do not overlap: their states are at least 2^20 increments apart.
-    """
-    (start,) = np.random.SeedSequence(seed).generate_state(1, np.uint64)
-    return start + numbers.astype(np.uint64) * np.uint64(_INCREMENT * _NUMBERS_PER_KEY % 2**64)
-
-
-def random_numbers(keys: np.ndarray, indices: np.ndarray | int) -> np.ndarray:
-    """
-    Uniform random numbers in [0, 1), each a function of a key and an index; `keys` and `indices` broadcast.
-
-    SplitMix64 (Steele et al., 2014) can jump to any index of a stream: n numbers from n streams take no longer than n
-    numbers from one stream.
-
-    Args:
-        keys: from `random_keys`.
-        indices: the index of each number in the stream of its key, below 2^20.
-    """
-    state = keys + np.asarray(indices + 1, dtype=np.uint64) * np.uint64(_INCREMENT)
-    return (_mixed(state) >> np.uint64(11)) * 2.0**-53
-
-
-def random_order(places: np.ndarray, count: int, seed: Sequence[int]) -> np.ndarray:
-    """
-    The entries at these places (n,) of a random order of the numbers from 0 to `count` - 1.
-
-    The order is computed entry by entry, not stored, so that `count` may be large. A Feistel network of six rounds
-    (Luby and Rackoff, 1988) permutes the numbers below the next power of four. Where its output is `count` or larger,
-    it is applied again to the output.
-    """
-    half = np.uint64(max(1, -(-(count - 1).bit_length() // 2)))
-    low = (np.uint64(1) << half) - np.uint64(1)
-    keys = np.random.SeedSequence(seed).generate_state(6, np.uint64)
-    entries = np.array(places, dtype=np.uint64)
-    pending = np.arange(entries.size)
-    while len(pending):
-        left, right = entries[pending] >> half, entries[pending] & low
-        for key in keys:
-            left, right = right, left ^ (_mixed(right + key) & low)
-        entries[pending] = left << half | right
-        pending = pending[entries[pending] >= count]
-    return entries.astype(np.int64)
-
-
-def _mixed(state):
-    """The output of SplitMix64 for a state."""
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
+        tokens_in_window = float((starts[ends] - starts[firsts]).sum())
+        tokens_in_epoch = float((self.tokens * self.passes).sum())
+        return len(pairs) / tokens_in_window * tokens_in_epoch

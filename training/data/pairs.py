@@ -11,6 +11,8 @@ Where a pair begins depends on the pair before: a loop makes the first pairs of 
 ones, and so on.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from d2l_bert.tokenization.token_store import TokenizedCorpus, ranges
@@ -18,17 +20,27 @@ from d2l_bert.tokenization.token_store import TokenizedCorpus, ranges
 
 # One pair: segment A has the tokens from a_start to a_end - 1, segment B those from b_start to b_end - 1. Tokens are
 # numbered through the corpus. The label is Hugging Face's. A single segment has an empty B. The key is that of the
-# pair's masks (`order.random_keys`): 0 until the pair has its place in an epoch.
+# pair's masks (`random_numbers.random_keys`): 0 until the pair has its place in an epoch.
 # All fields have 8 bytes: NumPy reads unaligned ones more slowly.
 PAIR = np.dtype(
-    [(name, "i8") for name in ("a_start", "a_end", "b_start", "b_end", "next_sentence_label")] + [("key", "u8")]
+    [
+        ("a_start", "i8"),
+        ("a_end", "i8"),
+        ("b_start", "i8"),
+        ("b_end", "i8"),
+        ("next_sentence_label", "i8"),
+        ("key", "u8"),
+    ]
 )
-IS_NEXT, IS_OF_ANOTHER_PAIR = 0, 1
-IN_ORDER, SWAPPED = 0, 1
+# The labels of NSP, those of SOP, and that of a pair which has none.
+IS_NEXT = 0
+IS_OF_ANOTHER_PAIR = 1
+IN_ORDER = 0
+SWAPPED = 1
 NO_LABEL = -100
 
-# [CLS] A [SEP] B [SEP], and [CLS] A [SEP]
-SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT = 3, 2
+SPECIALS_IN_A_PAIR = 3  # [CLS] A [SEP] B [SEP]
+SPECIALS_IN_A_SEGMENT = 2  # [CLS] A [SEP]
 
 # Pairs with Bs of about the same length, two of which exchange them. Each B is cut to the shortest of its block:
 # larger blocks would cut more of a small text.
@@ -38,6 +50,30 @@ BLOCK_PAIRS = 4
 COMPARED_TOKENS = 16
 # The hash of these tokens is the sum of each id times a random factor.
 HASH_FACTORS = np.random.default_rng(0).integers(-(2**62), 2**62, COMPARED_TOKENS)
+
+# The sentences of a pair: A has those from a_first to b_first - 1, B those from b_first to b_end - 1. `piece` is the
+# number of their piece of the text.
+SENTENCES_OF_A_PAIR = np.dtype([("piece", "i8"), ("a_first", "i8"), ("b_first", "i8"), ("b_end", "i8")])
+
+
+class Spans(NamedTuple):
+    """Segments or sentences (n,): number i has the tokens from `starts[i]` to `ends[i]` - 1."""
+
+    starts: np.ndarray
+    ends: np.ndarray
+
+    def lengths(self) -> np.ndarray:
+        """The tokens in each (n,)."""
+        return self.ends - self.starts
+
+    def at(self, places: np.ndarray) -> "Spans":
+        """Those at these places, in the order of the places."""
+        return Spans(self.starts[places], self.ends[places])
+
+
+def tokens_in(pairs: np.ndarray) -> np.ndarray:
+    """The tokens in both segments of each pair (n,), without special tokens; `pairs` is an array of `PAIR`."""
+    return pairs["a_end"] - pairs["a_start"] + pairs["b_end"] - pairs["b_start"]
 
 
 def lay_out(
@@ -84,203 +120,365 @@ def lay_out(
 
     Returns:
         An array of `PAIR`, not in random order.
+
+    Raises:
+        ValueError: the pairing or the objective is none of these.
     """
-    # From here on the sentences of all pieces are numbered from 0: the first one of each piece, then their number.
+    if pairing not in ("segments", "sentences") or objective not in ("nsp", "sop", "none"):
+        raise ValueError(f"no pairs are made by the pairing {pairing!r} and the objective {objective!r}")
+    # From here on the sentences of all pieces are numbered from 0: piece i has bounds[i] to bounds[i + 1] - 1.
     bounds = np.append(0, np.cumsum(ends - firsts))
     numbers = ranges(firsts, ends)
-    starts, ends = corpus.sentence_starts[numbers], corpus.sentence_starts[numbers + 1]  # of the sentences, in tokens
-    in_a_segment, in_a_pair = max_seq_length - SPECIALS_IN_A_SEGMENT, max_seq_length - SPECIALS_IN_A_PAIR
+    sentences = Spans(corpus.sentence_starts[numbers], corpus.sentence_starts[numbers + 1])
+    in_a_segment = max_seq_length - SPECIALS_IN_A_SEGMENT
+    in_a_pair = max_seq_length - SPECIALS_IN_A_PAIR
     if objective == "none":
-        if pairing == "segments":
-            pieces = starts[bounds[:-1]], ends[bounds[1:] - 1]
-            return _segments_of_documents(*pieces, in_a_segment, short_seq_prob, rng)
-        return _segments_of_sentences(starts, ends, in_a_segment)
+        if pairing == "sentences":
+            return _segments_of_sentences(sentences, in_a_segment)
+        last_sentences = bounds[1:] - 1
+        pieces = Spans(sentences.starts[bounds[:-1]], sentences.ends[last_sentences])
+        return _segments_of_pieces(pieces, in_a_segment, short_seq_prob, rng)
     if pairing == "segments":
-        a_firsts, b_firsts, b_ends = _gather(ends - starts, bounds, in_a_pair, short_seq_prob, rng)
+        chosen = _gather(sentences.lengths(), bounds, in_a_pair, short_seq_prob, rng)
     else:
-        a_firsts, b_firsts, b_ends = _match(bounds, rng)
-    # The first token of each segment, and the token after its last (2, pairs).
-    a = np.stack([starts[a_firsts], ends[b_firsts - 1]])
-    b = np.stack([starts[b_firsts], ends[b_ends - 1]])
+        chosen = _match(bounds, rng)
+    a = Spans(sentences.starts[chosen["a_first"]], sentences.ends[chosen["b_first"] - 1])
+    b = Spans(sentences.starts[chosen["b_first"]], sentences.ends[chosen["b_end"] - 1])
     if objective == "nsp":
-        a, b, labels = _exchange(a, b, in_a_pair, corpus.ids, rng)
+        pairs = _exchange(a, b, in_a_pair, corpus.ids, rng)
     else:
-        a, b, labels = _swap(a, b, in_a_pair, rng)
-    alone = bounds[:-1][np.diff(bounds) == 1]
-    singles = _segments_of_sentences(starts[alone], ends[alone], in_a_segment)
-    return np.concatenate([_as_pairs(*a, *b, labels), singles])
+        pairs = _swap(a, b, in_a_pair, rng)
+    is_alone = np.diff(bounds) == 1
+    single_sentences = sentences.at(bounds[:-1][is_alone])
+    return np.concatenate([pairs, _segments_of_sentences(single_sentences, in_a_segment)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which sentences make a pair: the first of A, the first of B, and the one after the last of B (pairs,)
+# Which sentences make a pair
 
 
 def _gather(lengths, bounds, capacity, short_seq_prob, rng):
     """
-    The sentences of each pair for the pairing `segments`; `lengths` are those of all sentences, in tokens.
+    The sentences of each pair for the pairing `segments`, as `SENTENCES_OF_A_PAIR`.
 
     Half of the pieces are gathered from their end. The sentence that fills a pair is long more often than others: so
     it is as often in A as in B, and the lengths do not tell the order of the two.
+
+    A piece is gathered from its end by gathering its mirror image from the start. With the sentences 4 to 8:
+
+        the piece            4 5 6 7 8          its borders:  4 (before sentence 4), 5, 6, 7, 8, 9 (after sentence 8)
+        its mirror image     8 7 6 5 4          sentence n has the place 4 + 8 - n, border n the place 4 + 9 - n
+        pairs of places      A 4 5, B 6         places from a_first = 4 to b_first = 6, from there to b_end = 7
+        in the text          A 6, B 7 8         sentences from 13 - 7 = 6 to 13 - 6 = 7, from there to 13 - 4 = 9
+
+    Args:
+        lengths: of all sentences, in tokens.
+        bounds: the first sentence of each piece, and the end of the last (pieces + 1,).
     """
-    start, stop = bounds[:-1], bounds[1:]
-    numbers, counts, is_backward = np.arange(bounds[-1]), stop - start, rng.random(len(start)) < 0.5
-    mirrored = np.where(np.repeat(is_backward, counts), np.repeat(start + stop - 1, counts) - numbers, numbers)
-    lengths = lengths[mirrored]
-    tokens_up_to, found = np.cumsum(lengths), [np.zeros((5, 0), dtype=np.int64)]
-    of_piece = np.stack([start, stop, is_backward])[:, counts > 1]
-    first = of_piece[0]
-    while len(first):
-        stop = of_piece[1]
-        is_short, shorter, split = rng.random((3, len(first)))
-        target = np.where(is_short < short_seq_prob, 2 + (shorter * (capacity - 1)).astype(np.int64), capacity)
-        last = np.searchsorted(tokens_up_to, tokens_up_to[first] - lengths[first] + target)
-        last = np.clip(last, first + 1, stop - 1)
-        last[last == stop - 2] += 1  # one sentence would be left over
-        split = first + 1 + (split * (last - first)).astype(np.int64)
-        found.append(np.stack([first, split, last + 1, of_piece[0] + stop, of_piece[2]]))
-        of_piece, first = of_piece[:, last + 1 < stop], last[last + 1 < stop] + 1
-    *spans, mirror, is_backward = np.concatenate(found, axis=1)
-    return np.where(is_backward, mirror - np.stack(spans[::-1]), spans)
+    starts = bounds[:-1]
+    ends = bounds[1:]
+    counts = ends - starts
+    is_backward = rng.random(len(starts)) < 0.5
+    numbers = np.arange(bounds[-1])
+    mirrored = np.repeat(starts + ends - 1, counts) - numbers
+    places = np.where(np.repeat(is_backward, counts), mirrored, numbers)
+    found = _gather_from_start(lengths[places], starts, ends, capacity, short_seq_prob, rng)
+    is_mirrored = is_backward[found["piece"]]
+    mirrored_borders = (starts + ends)[found["piece"]]
+    pairs = found.copy()
+    pairs["a_first"] = np.where(is_mirrored, mirrored_borders - found["b_end"], found["a_first"])
+    pairs["b_first"] = np.where(is_mirrored, mirrored_borders - found["b_first"], found["b_first"])
+    pairs["b_end"] = np.where(is_mirrored, mirrored_borders - found["a_first"], found["b_end"])
+    return pairs
+
+
+def _gather_from_start(lengths, starts, ends, capacity, short_seq_prob, rng):
+    """
+    As `_gather`, of pieces that are all gathered from their start: the first pairs of all pieces, then the second
+    ones, and so on.
+
+    For example, a piece of five sentences:
+
+        sentence                           0  1  2  3  4
+        its tokens                         4  3  5  2  6
+        tokens up to its end               4  7 12 14 20
+
+    For a target of 12 tokens, sentence 2 is the last one of the first pair, and B begins with sentence 1 or 2. The
+    second pair has the sentences 3 and 4. For a target of 13, sentence 3 would be the last one, and 4 be left over: so
+    all five are one pair.
+    """
+    tokens_up_to = np.cumsum(lengths)
+    found = [np.zeros(0, dtype=SENTENCES_OF_A_PAIR)]
+    piece = np.flatnonzero(ends - starts > 1)  # the pieces that have sentences left
+    first = starts[piece]  # the first sentence that is left of each
+    while len(piece):
+        end = ends[piece]
+        is_short, shorter, split = rng.random((3, len(piece)))
+        short_target = 2 + (shorter * (capacity - 1)).astype(np.int64)
+        target = np.where(is_short < short_seq_prob, short_target, capacity)
+        tokens_before = tokens_up_to[first] - lengths[first]
+        last = np.searchsorted(tokens_up_to, tokens_before + target)
+        last = np.clip(last, first + 1, end - 1)
+        last[last == end - 2] += 1  # one sentence would be left over
+        pairs = np.zeros(len(piece), dtype=SENTENCES_OF_A_PAIR)
+        pairs["piece"] = piece
+        pairs["a_first"] = first
+        pairs["b_first"] = first + 1 + (split * (last - first)).astype(np.int64)
+        pairs["b_end"] = last + 1
+        found.append(pairs)
+        goes_on = last + 1 < end
+        piece = piece[goes_on]
+        first = last[goes_on] + 1
+    return np.concatenate(found)
 
 
 def _match(bounds, rng):
-    """The sentences of each pair for the pairing `sentences`."""
+    """
+    The sentences of each pair for the pairing `sentences`, as `SENTENCES_OF_A_PAIR`.
+
+    In half of the pieces the second sentence joins the first one (`skipped` is 1), so that other sentences are pairs
+    in every epoch. A sentence that is left over at the end joins the last pair. A piece of five sentences gives
+
+        skipped 0:   A 0, B 1        A 2, B 3 4
+        skipped 1:   A 0 1, B 2      A 3, B 4
+    """
     counts = np.diff(bounds)
-    # In half of the documents the second sentence joins the first, so that other sentences are pairs in every epoch.
     skipped = np.where(counts > 2, rng.integers(0, 2, len(counts)), 0)
-    pairs = (counts - skipped) // 2
-    number = ranges(0, pairs)  # of each pair in its document
-    starts, ends = np.repeat(bounds[:-1], pairs), np.repeat(bounds[1:], pairs)
-    firsts = starts + 2 * number + np.repeat(skipped, pairs)
-    is_last = number == np.repeat(pairs, pairs) - 1
-    return np.where(number == 0, starts, firsts), firsts + 1, np.where(is_last, ends, firsts + 2)
+    pairs_of_piece = (counts - skipped) // 2
+    piece = np.repeat(np.arange(len(counts)), pairs_of_piece)
+    number = ranges(0, pairs_of_piece)  # of each pair in its piece
+    first = bounds[piece] + 2 * number + skipped[piece]
+    is_last = number == pairs_of_piece[piece] - 1
+    pairs = np.zeros(len(piece), dtype=SENTENCES_OF_A_PAIR)
+    pairs["piece"] = piece
+    pairs["a_first"] = np.where(number == 0, bounds[piece], first)
+    pairs["b_first"] = first + 1
+    pairs["b_end"] = np.where(is_last, bounds[piece + 1], first + 2)
+    return pairs
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which tokens make a segment
-
-
-def _kept(a, b, capacity):
-    """How many tokens of A and of B stay, so that a pair has at most `capacity` (pairs,): the longer is cut first."""
-    a_length, b_length = a[1] - a[0], b[1] - b[0]
-    shorter = np.minimum(np.minimum(a_length, b_length), capacity // 2)
-    is_too_long = a_length + b_length > capacity
-    a_kept = np.where(is_too_long, np.where(a_length > b_length, capacity - shorter, shorter), a_length)
-    return a_kept, np.where(is_too_long, capacity - a_kept, b_length)
+# Next sentence prediction: half of the pairs exchange their Bs
 
 
 def _exchange(a, b, capacity, ids, rng):
     """
-    Let half of the pairs exchange their Bs: the segments (2, pairs) of the new pairs, and their labels (pairs,).
+    Let half of the pairs exchange their Bs, and label them all: an array of `PAIR`.
 
     Pairs with Bs of about the same length make blocks. In a block every B is cut at its back to the length of the
     shortest, and every A at its front to fit beside it: an exchange changes no length. Half of the pairs of a block
     are drawn at random, and each gets the B of another. So neither segment alone tells the label, nor do the two
-    lengths. A true B begins where its A ends. Bs that do not fit beside their own A have blocks of their own: a whole
-    B beside an A that is cut would be the B of another pair more often than not.
+    lengths. A true B begins where its A ends.
 
     A pair whose B stands twice in its block, such as the end of two letters that end alike, keeps it and has no label:
     exchanged for its like, it would be called wrong and be right.
+
+    Args:
+        a, b: the segments of the pairs, B after A.
+        capacity: the most tokens in both.
     """
-    count = a.shape[1]
-    kept = _kept(a, b, capacity)[1]
-    order = np.lexsort((kept + rng.random(count), kept < b[1] - b[0]))
-    a, b = a[:, order], np.stack([b[0], b[0] + kept])[:, order]
-    # The last block has what is left over, too.
-    block = np.minimum(np.arange(count) // BLOCK_PAIRS, max(count // BLOCK_PAIRS - 1, 0))
-    sizes = np.bincount(block)
-    firsts = np.cumsum(sizes) - sizes
-    b_length = np.minimum.reduceat(b[1] - b[0], firsts)[block]
-    a[0], b[1] = np.maximum(a[0], a[1] - (capacity - b_length)), b[0] + b_length
+    a, b, block = _blocks_of_equal_length(a, b, capacity, rng)
     is_left_out = _stands_twice(b, block, ids)
-    sizes = np.bincount(block[~is_left_out], minlength=len(sizes))
-    # The pairs of each block in random order, those that are left out last: the first `exchanged` pairs of it exchange
-    # their Bs in a circle.
-    exchanged, shuffled = _half(sizes, rng), np.argsort(block + (is_left_out + rng.random(count)) / 2)
-    place = np.arange(count) - firsts[block]
-    following = np.roll(shuffled, -1)
-    following[place == exchanged[block] - 1] = shuffled[firsts[exchanged > 0]]
-    is_chosen = place < exchanged[block]
-    chosen = shuffled[is_chosen]
-    b[:, chosen] = b[:, following[is_chosen]]
-    labels = np.full(count, IS_NEXT)
-    labels[chosen] = IS_OF_ANOTHER_PAIR
-    labels[is_left_out | (sizes[block] == 1)] = NO_LABEL  # a pair alone has none to exchange with
-    return a, b, labels
+    candidates = np.bincount(block[~is_left_out], minlength=len(np.bincount(block)))  # pairs of each block
+    exchanged = _half(candidates, rng)
+    gets_b_of = _circles(block, is_left_out, exchanged, rng)
+    labels = np.full(len(block), IS_NEXT)
+    labels[gets_b_of != np.arange(len(block))] = IS_OF_ANOTHER_PAIR
+    labels[is_left_out | (candidates[block] == 1)] = NO_LABEL  # one candidate has no other to exchange with
+    return _as_pairs(a, b.at(gets_b_of), labels)
+
+
+def _blocks_of_equal_length(a, b, capacity, rng):
+    """
+    Put pairs into blocks, and cut the segments so that all Bs of a block have the same length.
+
+    A block of four pairs, for a capacity of 10 tokens:
+
+        the lengths of A and B      3 + 4    9 + 4    5 + 5    2 + 6
+        cut                         3 + 4    6 + 4    5 + 4    2 + 4
+
+    Bs that do not fit beside their own A have blocks of their own: a whole B beside an A that is cut would be the B of
+    another pair more often than not.
+
+    Returns:
+        The segments A, and B, in the order of their blocks; and the number of each pair's block, ascending.
+    """
+    count = len(a.starts)
+    _, b_length = _lengths_that_fit(a, b, capacity)
+    is_cut = b_length < b.lengths()
+    order = np.lexsort((b_length + rng.random(count), is_cut))  # by `is_cut`, then by the length, then at random
+    a = a.at(order)
+    b_starts = b.starts[order]
+    b_length = b_length[order]
+    last_block = max(count // BLOCK_PAIRS - 1, 0)  # it has what is left over, too
+    block = np.minimum(np.arange(count) // BLOCK_PAIRS, last_block)
+    shortest = np.minimum.reduceat(b_length, _first_of_each(block))[block]
+    a_starts = np.maximum(a.starts, a.ends - (capacity - shortest))
+    return Spans(a_starts, a.ends), Spans(b_starts, b_starts + shortest), block
+
+
+def _first_of_each(block):
+    """The first pair of each block (blocks,), from the block of each pair, ascending (pairs,)."""
+    sizes = np.bincount(block)
+    return np.cumsum(sizes) - sizes
+
+
+def _lengths_that_fit(a, b, capacity):
+    """
+    How many tokens of A and of B stay, so that a pair has at most `capacity` (pairs,): the longer is cut first.
+
+    For a capacity of 11:
+
+        A + B that fit stay whole                                       4 + 7  ->  4 + 7
+        the longer is cut to what the shorter leaves                    9 + 4  ->  7 + 4
+        of two that are longer than a half each, both are cut to it     9 + 8  ->  6 + 5,   8 + 9  ->  5 + 6
+    """
+    a_length = a.lengths()
+    b_length = b.lengths()
+    of_shorter = np.minimum(np.minimum(a_length, b_length), capacity // 2)
+    of_longer = capacity - of_shorter
+    fits = a_length + b_length <= capacity
+    is_a_longer = a_length > b_length
+    a_kept = np.where(fits, a_length, np.where(is_a_longer, of_longer, of_shorter))
+    b_kept = np.where(fits, b_length, np.where(is_a_longer, of_shorter, of_longer))
+    return a_kept, b_kept
 
 
 def _stands_twice(b, block, ids):
-    """Whether another B (2, pairs) of the same block has the same tokens (pairs,)."""
-    places = b[0][:, None] + (b[1] - b[0])[:, None] * np.arange(COMPARED_TOKENS) // COMPARED_TOKENS
-    keys = ids[places].astype(np.int64) @ HASH_FACTORS  # modulo 2**64
+    """Whether another B of the same block has the same tokens (pairs,)."""
+    steps = b.lengths()[:, None] * np.arange(COMPARED_TOKENS) // COMPARED_TOKENS
+    keys = ids[b.starts[:, None] + steps].astype(np.int64) @ HASH_FACTORS  # modulo 2**64
     order = np.lexsort((keys, block))
-    is_same = (np.diff(keys[order]) == 0) & (np.diff(block[order]) == 0)
+    has_same_key = np.diff(keys[order]) == 0  # as the next one in this order
+    is_same = has_same_key & (np.diff(block[order]) == 0)
     found = np.zeros(len(order), dtype=bool)
-    found[order[:-1][is_same]] = found[order[1:][is_same]] = True
+    found[order[:-1][is_same]] = True
+    found[order[1:][is_same]] = True
     return found
 
 
-def _half(sizes, rng):
+def _half(counts, rng):
     """
-    How many pairs of each block exchange Bs: half of them on average, and never one, which has none to exchange with.
+    How many pairs of each block exchange Bs, of these counts of candidates: half of them on average, and never one,
+    which has none to exchange with.
 
-    Of 4 pairs 2; of 5 pairs 2 or 3; of 2 pairs none or both.
+        candidates   1   2        3        4   5        6   7
+        exchange     0   0 or 2   0 or 2   2   2 or 3   3   3 or 4
     """
-    exchanged = (sizes + rng.integers(0, 2, len(sizes))) // 2
-    return np.where(exchanged == 1, 2 * (sizes > 1) * rng.integers(0, 2, len(sizes)), exchanged)
+    half = (counts + rng.integers(0, 2, len(counts))) // 2
+    none_or_two = 2 * rng.integers(0, 2, len(counts))
+    none_or_two[counts == 1] = 0
+    return np.where(half == 1, none_or_two, half)
+
+
+def _circles(block, is_left_out, exchanged, rng):
+    """
+    The number of the pair whose B each pair gets (pairs,); its own where it keeps its B.
+
+    The pairs of a block are shuffled, those that are left out last. The first of them, as many as exchange, form a
+    circle: each gets the B of the next one, and the last one that of the first. If three pairs of five exchange:
+
+        pairs, shuffled    2 0 4 1 3
+        get the B of       0 4 2 1 3
+
+    Args:
+        block: the number of each pair's block, ascending (pairs,).
+        is_left_out: whether a pair keeps its B (pairs,).
+        exchanged: how many pairs of each block exchange their Bs (blocks,).
+    """
+    count = len(block)
+    firsts = _first_of_each(block)
+    shuffled = np.argsort(block + (is_left_out + rng.random(count)) / 2)
+    place = np.arange(count) - firsts[block]  # in the shuffled block
+    following = np.roll(shuffled, -1)
+    following[place == exchanged[block] - 1] = shuffled[firsts[exchanged > 0]]
+    is_in_circle = place < exchanged[block]
+    gets_b_of = np.arange(count)
+    gets_b_of[shuffled[is_in_circle]] = following[is_in_circle]
+    return gets_b_of
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sentence order prediction: half of the pairs are swapped
 
 
 def _swap(a, b, capacity, rng):
     """
-    Swap A and B in half of the pairs: the segments (2, pairs) of the new pairs, and their labels (pairs,).
+    Swap A and B in half of the pairs, and label them all: an array of `PAIR`.
 
     Each token is cut at random from the front or the back of its segment, as in BERT's own preparation: what is cut
     does not tell which segment is the first in the text.
     """
-    for segment, kept in zip((a, b), _kept(a, b, capacity), strict=True):
-        surplus = segment[1] - segment[0] - kept
-        from_front = rng.binomial(surplus, 0.5)
-        segment += np.stack([from_front, from_front - surplus])
-    is_swapped = rng.random(a.shape[1]) < 0.5
-    return np.where(is_swapped, b, a), np.where(is_swapped, a, b), np.where(is_swapped, SWAPPED, IN_ORDER)
+    a_length, b_length = _lengths_that_fit(a, b, capacity)
+    a = _cut_at_random(a, a_length, rng)
+    b = _cut_at_random(b, b_length, rng)
+    is_swapped = rng.random(len(a.starts)) < 0.5
+    first = Spans(np.where(is_swapped, b.starts, a.starts), np.where(is_swapped, b.ends, a.ends))
+    second = Spans(np.where(is_swapped, a.starts, b.starts), np.where(is_swapped, a.ends, b.ends))
+    return _as_pairs(first, second, np.where(is_swapped, SWAPPED, IN_ORDER))
+
+
+def _cut_at_random(segments, lengths, rng):
+    """Segments of these lengths: what is too much is cut from the front and the back, token by token at random."""
+    surplus = segments.lengths() - lengths
+    from_front = rng.binomial(surplus, 0.5)
+    from_back = surplus - from_front
+    return Spans(segments.starts + from_front, segments.ends - from_back)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Single segments
 
 
-def _segments_of_documents(start, end, capacity, short_seq_prob, rng):
+def _segments_of_pieces(pieces, capacity, short_seq_prob, rng):
     """Cut each piece into segments of `capacity` tokens; some segments have a random shorter length."""
-    is_first, found = end - start > capacity, [np.zeros((2, 0), dtype=np.int64)]
-    while len(start):
-        is_short, shorter = rng.random((2, len(start)))
-        size = np.where(is_first | (is_short < short_seq_prob), 1 + (shorter * capacity).astype(np.int64), capacity)
-        segment_end = np.minimum(start + size, end)
-        found.append(np.stack([start, segment_end]))
-        start, end = segment_end[segment_end < end], end[segment_end < end]
-        is_first = np.zeros(len(start), dtype=bool)
-    starts, ends = np.concatenate(found, axis=1)
-    return _as_pairs(starts, ends, ends, ends, NO_LABEL)
+    starts = [np.zeros(0, dtype=np.int64)]
+    ends = [np.zeros(0, dtype=np.int64)]
+    rest = pieces
+    has_random_length = rest.lengths() > capacity  # the first segment of a long piece
+    while len(rest.starts):
+        is_short, shorter = rng.random((2, len(rest.starts)))
+        has_random_length |= is_short < short_seq_prob
+        random_length = 1 + (shorter * capacity).astype(np.int64)
+        length = np.where(has_random_length, random_length, capacity)
+        segment_ends = np.minimum(rest.starts + length, rest.ends)
+        starts.append(rest.starts)
+        ends.append(segment_ends)
+        goes_on = segment_ends < rest.ends
+        rest = Spans(segment_ends[goes_on], rest.ends[goes_on])
+        has_random_length = np.zeros(len(rest.starts), dtype=bool)
+    return _without_b(Spans(np.concatenate(starts), np.concatenate(ends)))
 
 
-def _segments_of_sentences(starts, ends, capacity):
+def _segments_of_sentences(sentences, capacity):
     """Make each sentence a segment; a sentence of more than `capacity` tokens is cut into several."""
-    counts = -(-(ends - starts) // capacity)  # the number of segments of each sentence
-    firsts = np.repeat(starts, counts) + ranges(0, counts) * capacity
-    ends = np.minimum(firsts + capacity, np.repeat(ends, counts))
-    return _as_pairs(firsts, ends, ends, ends, NO_LABEL)
+    segments_of_sentence = -(-sentences.lengths() // capacity)  # rounded up
+    number = ranges(0, segments_of_sentence)  # of each segment in its sentence
+    starts = np.repeat(sentences.starts, segments_of_sentence) + number * capacity
+    ends = np.minimum(starts + capacity, np.repeat(sentences.ends, segments_of_sentence))
+    return _without_b(Spans(starts, ends))
 
 
-def _as_pairs(a_starts, a_ends, b_starts, b_ends, labels):
+def _without_b(segments):
+    """An array of `PAIR` with these As, and neither Bs nor labels."""
+    return _as_pairs(segments, Spans(segments.ends, segments.ends), NO_LABEL)
+
+
+def _as_pairs(a, b, labels):
     """An array of `PAIR`, from its columns; the keys are 0."""
-    pairs = np.zeros(len(a_starts), dtype=PAIR)
-    for name, column in zip(PAIR.names, (a_starts, a_ends, b_starts, b_ends, labels), strict=False):
-        pairs[name] = column
+    pairs = np.zeros(len(a.starts), dtype=PAIR)
+    pairs["a_start"] = a.starts
+    pairs["a_end"] = a.ends
+    pairs["b_start"] = b.starts
+    pairs["b_end"] = b.ends
+    pairs["next_sentence_label"] = labels
     return pairs
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # How much of a label one segment alone tells
+
+KINDS_OF_FEATURES = 4
 
 
 def one_segment_accuracy(corpus: TokenizedCorpus, pairs: np.ndarray, entries: int) -> float:
@@ -295,23 +493,47 @@ def one_segment_accuracy(corpus: TokenizedCorpus, pairs: np.ndarray, entries: in
         pairs: an array of `pairs.PAIR`; those without a label are left out. Of fewer than two, it is 0.5.
         entries: the size of the vocabulary.
     """
-    pairs = np.sort(pairs[pairs["next_sentence_label"] != NO_LABEL], order="a_start")
-    if len(pairs) < 2:
+    labelled = np.sort(pairs[pairs["next_sentence_label"] != NO_LABEL], order="a_start")
+    if len(labelled) < 2:
         return 0.5
-    labels, numbers, accuracies = pairs["next_sentence_label"], np.arange(len(pairs)), []
+    labels = labelled["next_sentence_label"]
+    accuracies = []
     for side in "ab":
-        starts, ends = pairs[f"{side}_start"], pairs[f"{side}_end"]
-        # Four kinds of features, and the pair of each feature. The features of kind k begin at k * `values`.
-        kinds = (corpus.ids[ranges(starts, ends)], corpus.ids[starts], corpus.ids[ends - 1], ends - starts)
-        pair = np.concatenate([np.repeat(numbers, ends - starts), numbers, numbers, numbers])
-        values = max(entries, int((ends - starts).max()) + 1)
-        features = np.concatenate([kind.astype(np.int64) + number * values for number, kind in enumerate(kinds)])
-        is_second_half, scores = pair >= (len(pairs) + 1) // 2, np.zeros(len(pairs))
+        segments = Spans(labelled[f"{side}_start"], labelled[f"{side}_end"])
+        features, pair, values = _features(corpus, segments, entries)
+        scores = np.zeros(len(labelled))
+        is_second_half = pair >= (len(labelled) + 1) // 2
         for is_fitted in (is_second_half, ~is_second_half):
-            counted = labels[pair[is_fitted]] * 4 * values + features[is_fitted]
-            shares = np.bincount(counted, minlength=8 * values).reshape(2, 4, values) + 1.0
-            shares = np.log(shares / shares.sum(2, keepdims=True))
-            evidence = (shares[1] - shares[0]).ravel()[features[~is_fitted]]
-            scores += np.bincount(pair[~is_fitted], evidence, minlength=len(pairs))
+            evidence = _evidence(features[is_fitted], labels[pair[is_fitted]], values)
+            evidence_of_others = evidence[features[~is_fitted]]
+            scores += np.bincount(pair[~is_fitted], evidence_of_others, minlength=len(labelled))
         accuracies.append(float(((scores > 0) == labels).mean()))
     return max(accuracies)
+
+
+def _features(corpus, segments, entries):
+    """
+    What the classifier sees of each segment: its tokens, its first and its last token, and its length.
+
+    Returns:
+        The features, as numbers (n,): those of kind k begin at k * `values`. The number of each feature's segment
+        (n,). And `values`, which is more than the largest token id and length.
+    """
+    lengths = segments.lengths()
+    numbers = np.arange(len(lengths))
+    values = max(entries, int(lengths.max()) + 1)
+    tokens = corpus.ids[ranges(segments.starts, segments.ends)].astype(np.int64)
+    first_tokens = corpus.ids[segments.starts].astype(np.int64)
+    last_tokens = corpus.ids[segments.ends - 1].astype(np.int64)
+    features = np.concatenate([tokens, first_tokens + values, last_tokens + 2 * values, lengths + 3 * values])
+    of_segment = np.concatenate([np.repeat(numbers, lengths), numbers, numbers, numbers])
+    return features, of_segment, values
+
+
+def _evidence(features, labels, values):
+    """By how much each feature speaks for label 1: the logarithm of its share there, minus that with label 0."""
+    of_a_label = KINDS_OF_FEATURES * values
+    counts = np.bincount(labels * of_a_label + features, minlength=2 * of_a_label)
+    smoothed = counts.reshape(2, KINDS_OF_FEATURES, values) + 1.0
+    log_shares = np.log(smoothed / smoothed.sum(2, keepdims=True))
+    return (log_shares[1] - log_shares[0]).ravel()

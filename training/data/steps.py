@@ -4,7 +4,6 @@ The content of a step is a pure function of (corpus, tokenizer, options of the r
 the number of processes, the micro-batch size, the number of loader workers, or the step that a run was resumed from.
 """
 
-import contextlib
 import functools
 import itertools
 import queue
@@ -16,20 +15,20 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from d2l_bert.messages import GO_ON, UserError
 from d2l_bert.tokenization.processes import errors_of_workers, start_worker
-from d2l_bert.training.data import batches
-from d2l_bert.training.data.batches import ALONE, BatchMaker, Ranks
-from d2l_bert.training.data.order import MOST_EMPTY_WINDOWS, START, EpochPairs
+from d2l_bert.training.data.batches import BatchMaker, Counts, batches, counts_of, first_with_target, words_in
+from d2l_bert.training.data.order import MOST_EMPTY_WINDOWS, START, Cursor, EpochPairs
+from d2l_bert.training.data.rows import ALONE, Ranks
 from d2l_bert.training.data.unpadded import VARLEN, without_padding
 
 
-# Steps that are made ahead of the training, seconds between two looks for a signal while waiting for one, and the most
-# seconds for which a run that ends waits for the step in the making.
-STEPS_AHEAD, WAIT_SECONDS, JOIN_SECONDS = 2, 0.2, 10
+STEPS_AHEAD = 2  # that are made ahead of the training
+WAIT_SECONDS = 0.2  # between two looks for a signal, while waiting for a step
+JOIN_SECONDS = 10  # for which a run that ends waits at most for the step in the making
 
 
 class Step(NamedTuple):
@@ -38,15 +37,32 @@ class Step(NamedTuple):
 
     Args:
         micro_batches: dicts of the model's arguments.
-        counts: of all micro-batches, as `batches.counts_of` has them.
+        counts: of all micro-batches.
         cursor: where the pairs of the next step are.
         words: the words of the text in the step, over all processes (`words_in`).
     """
 
     micro_batches: list[dict[str, torch.Tensor]]
-    counts: torch.Tensor
-    cursor: tuple[int, int, int]
+    counts: Counts
+    cursor: Cursor
     words: float
+
+
+class DrawnPairs(NamedTuple):
+    """
+    What a step is made of.
+
+    Args:
+        step: its number, counted from 0.
+        stage: the number of its stage, counted from 0.
+        pairs: an array of `pairs.PAIR`, over all processes.
+        cursor: where the pairs of the next step are.
+    """
+
+    step: int
+    stage: int
+    pairs: np.ndarray
+    cursor: Cursor
 
 
 class Stage(NamedTuple):
@@ -86,20 +102,22 @@ class TrainingSteps:
     """
 
     def __init__(self, run, text, max_steps: int, ranks: Ranks = ALONE, on_gpu: bool = False):
-        self.run, self.max_steps, self.ranks, self.on_gpu = run, max_steps, ranks, on_gpu
-        self.stages, of_length = [], {}
-        stages = itertools.pairwise([*run.stages(max_steps), (max_steps,)])
-        for (first_step, length, batch_size), (end_step, *_) in stages:
+        self.run = run
+        self.max_steps = max_steps
+        self.ranks = ranks
+        self.on_gpu = on_gpu
+        self.stages = []
+        begins = run.stages(max_steps)
+        ends = [first_step for first_step, _, _ in begins[1:]] + [max_steps]
+        of_length = {}
+        for (first_step, length, batch_size), end_step in zip(begins, ends, strict=True):
             if length not in of_length:
-                pairs = EpochPairs(text.train, run, length, text.corpus_name)
-                make_batch = BatchMaker(text.train, text.tokenizer, run, length)
-                parts = pairs.parts(pairs.take(START, 1)[1][0])
-                batches.first_with_target(make_batch, itertools.islice(parts, MOST_EMPTY_WINDOWS), pairs.name)
-                of_length[length] = pairs, make_batch
-            size = run.pairs_a_step(batch_size, length)
-            self.stages.append(Stage(first_step, end_step, *of_length[length], size))
+                of_length[length] = _pairs_of_length(run, text, length)
+            pairs, make_batch = of_length[length]
+            pairs_a_step = run.pairs_a_step(batch_size, length)
+            self.stages.append(Stage(first_step, end_step, pairs, make_batch, pairs_a_step))
 
-    def check_place(self, done: int, cursor: tuple[int, int, int], words: float) -> None:
+    def check_place(self, done: int, cursor: Cursor, words: float) -> None:
         """
         Check where a run stands that goes on, which its checkpoint says and anybody could have changed there.
 
@@ -109,65 +127,81 @@ class TrainingSteps:
             words: the words of the text in all of them.
 
         Raises:
-            ValueError: no run can have come there in so many steps.
+            ValueError: no run can have come there in `done` steps.
         """
-        began = [stage for stage in self.stages if stage.first_step < done]
-        taken = [(min(done, stage.end_step) - stage.first_step) * stage.pairs_a_step for stage in began]
-        if not began[-1].pairs.has(cursor, sum(taken)):
+        pairs_taken = 0  # with the length of the last stage that has begun
+        most_tokens = 0
+        for stage in self.stages:
+            if stage.first_step >= done:
+                break
+            pairs = (min(done, stage.end_step) - stage.first_step) * stage.pairs_a_step
+            pairs_taken += pairs
+            most_tokens += pairs * stage.pairs.length
+            last = stage
+        if not last.pairs.has(cursor, pairs_taken):
             raise ValueError(f"the text has no pairs at the place {list(cursor)}")
-        tokens = sum(pairs * stage.pairs.length for pairs, stage in zip(taken, began, strict=True))
-        corpus = began[-1].make_batch.tokens
-        most_a_token = (np.diff(corpus.words_before) / np.diff(corpus.first_tokens(np.arange(len(corpus) + 1)))).max()
-        if words > tokens * most_a_token + 1:  # sums of floats may differ from those of other machines
+        corpus = last.make_batch.tokens
+        words_of_documents = np.diff(corpus.words_before)
+        tokens_of_documents = np.diff(corpus.first_tokens(np.arange(len(corpus) + 1)))
+        most_words = most_tokens * (words_of_documents / tokens_of_documents).max()
+        if words > most_words + 1:  # sums of floats may differ from those of other machines
             raise ValueError(f"{done:,} steps do not have {words:,.3g} words")
 
-    def draw(self, start: int = 0, cursor: tuple[int, int, int] = START) -> Iterator[tuple]:
+    def draw(self, start: int = 0, cursor: Cursor = START) -> Iterator[DrawnPairs]:
         """
-        Yield what the steps from `start` on are made of (`self[drawn]`).
+        Yield what the steps from `start` on are made of.
 
         Args:
             start: the first of these steps, counted from 0.
             cursor: the `Step.cursor` of the step before.
-
-        Returns:
-            For each step its number, the number of its stage, its pairs, and the cursor behind them.
         """
         for number, stage in enumerate(self.stages):
+            has_new_pairs = number > 0 and stage.pairs is not self.stages[number - 1].pairs  # of another length
             for step in range(max(start, stage.first_step), stage.end_step):
-                if step == stage.first_step and stage.pairs is not self.stages[number - 1].pairs:
-                    cursor = START  # of the pairs of another length
+                if has_new_pairs and step == stage.first_step:
+                    cursor = START
                 pairs, cursor = stage.pairs.take(cursor, stage.pairs_a_step)
-                yield step, number, pairs, cursor
+                yield DrawnPairs(step, number, pairs, cursor)
 
-    def __getitem__(self, drawn: tuple[int, int, np.ndarray, tuple[int, int, int]]) -> Step:
-        """The step that is made of what `draw` yields; a `DataLoader` calls this in its worker processes."""
-        number, stage_number, pairs, cursor = drawn
-        make_batch = self.stages[stage_number].make_batch
-        first_share, last_share = self.run.mlm_probabilities()
-        share = first_share + (last_share - first_share) * number / max(self.max_steps - 1, 1)
-        micro_batches = list(
-            batches.batches(make_batch, pairs, self.run.most_tokens(), self.ranks, self.run.packing, share)
-        )
-        counts = torch.stack([batches.counts_of(batch) for batch in micro_batches]).sum(0)
-        if self.run.attn_implementation == VARLEN:
-            micro_batches = [without_padding(batch, self.run.max_seq_length) for batch in micro_batches]
-            counts[3] = counts[2]  # no padding is computed
+    def make(self, drawn: DrawnPairs) -> Step:
+        """The step that is made of what `draw` yields; worker processes call this."""
+        run = self.run
+        make_batch = self.stages[drawn.stage].make_batch
+        first_share, last_share = run.mlm_probabilities()
+        share = first_share + (last_share - first_share) * drawn.step / max(self.max_steps - 1, 1)
+        micro_batches = list(batches(make_batch, drawn.pairs, run.most_tokens(), self.ranks, run.packing, share))
+        counts = counts_of(micro_batches)
+        if run.attn_implementation == VARLEN:
+            micro_batches = [without_padding(batch, run.max_seq_length) for batch in micro_batches]
+            counts = counts._replace(padded_tokens=counts.tokens)  # no padding is computed
         elif self.on_gpu:
             for batch in micro_batches:
                 if "sequence_ids" in batch or bool(batch["attention_mask"].all()):
                     del batch["attention_mask"]
-        return Step(micro_batches, counts, cursor, batches.words_in(make_batch.tokens, pairs))
+        return Step(micro_batches, counts, drawn.cursor, words_in(make_batch.tokens, drawn.pairs))
 
-    def walk(self, start: int = 0, cursor: tuple[int, int, int] = START) -> Iterator[Step]:
+    def walk(self, start: int = 0, cursor: Cursor = START) -> Iterator[Step]:
         """Yield the steps from `start` on, as `draw` has them."""
-        return map(self.__getitem__, self.draw(start, cursor))
+        for drawn in self.draw(start, cursor):
+            yield self.make(drawn)
 
     def epochs(self) -> float:
         """How often the steps of the run go through the text: 1 for one epoch."""
-        return sum(
-            (stage.end_step - stage.first_step) * stage.pairs_a_step / stage.pairs.pairs_in_an_epoch()
-            for stage in self.stages
-        )
+        epochs = 0.0
+        for stage in self.stages:
+            pairs = (stage.end_step - stage.first_step) * stage.pairs_a_step
+            epochs += pairs / stage.pairs.pairs_in_an_epoch()
+        return epochs
+
+
+def _pairs_of_length(run, text, length):
+    """The `EpochPairs` of a sequence length, one of which has a token to predict, and the `BatchMaker` for them."""
+    pairs = EpochPairs(text.train, run, length, text.corpus_name)
+    make_batch = BatchMaker(text.train, text.tokenizer, run, length)
+    _, cursor = pairs.take(START, 1)
+    windows = itertools.islice(pairs.parts(cursor.epoch), MOST_EMPTY_WINDOWS)
+    first_with_target(make_batch, windows, pairs.name)
+    return pairs, make_batch
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -177,7 +211,7 @@ class TrainingSteps:
 def steps_ahead(
     steps: TrainingSteps,
     start: int = 0,
-    cursor: tuple[int, int, int] = START,
+    cursor: Cursor = START,
     num_workers: int = 0,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Step]:
@@ -193,52 +227,134 @@ def steps_ahead(
         Exception: an error in the thread, or in a worker process, with the worker's traceback in its message.
         UserError: a worker process was killed, or has ended; or as in the worker.
     """
-    ahead, workers, is_closed = queue.Queue(STEPS_AHEAD), [], threading.Event()
-
-    def work():
-        try:
-            with errors_of_workers():
-                for step in _made(steps, start, cursor, num_workers, workers):
-                    ahead.put(step)
-                    if is_closed.is_set():
-                        return
-            ahead.put(None)
-        except BaseException as error:
-            ahead.put(error)
-
-    thread = threading.Thread(target=work, daemon=True)
+    ahead = _StepsAhead(steps, start, cursor, num_workers)
     handler = _take_pytorchs_handler()
-    thread.start()
+    ahead.thread.start()
     try:
         while not should_stop():
-            with contextlib.suppress(queue.Empty):
-                item = ahead.get(timeout=WAIT_SECONDS)
-                if item is None:
-                    return
-                if isinstance(item, Step):
-                    yield item
-                elif not any(worker.exitcode for worker in workers):
-                    raise _in_one_line(item)
-            # A worker that was killed while it sent a step leaves the thread waiting for the rest of the step.
-            for code in filter(None, [worker.exitcode for worker in workers]):
-                how = "it was killed, perhaps because memory ran out"
-                if code > 0:
-                    how = f"exit code {code}; read what it has said above"
-                raise UserError(
-                    f"a process that makes batches has ended: {how}; --dataloader_num_workers 0 uses no such process; "
-                    f"{GO_ON}"
-                )
+            item = ahead.next_item()
+            if item is END:
+                return
+            if isinstance(item, Step):
+                yield item
+            if isinstance(item, BaseException) and not ahead.exit_codes():
+                raise item
+            # After an error, too: PyTorch's own, of a worker that was killed, says less than this one.
+            ahead.check_workers()
     finally:
-        is_closed.set()
-        for worker in workers:
-            worker.kill()  # SIGKILL: a worker has nothing to save, and ignores SIGTERM
-        while not ahead.empty():  # the thread may wait for a free place
-            ahead.get()
-        thread.join(JOIN_SECONDS)
-        for worker in workers:
-            worker.join(JOIN_SECONDS)
+        ahead.close()
         if handler:
             signal.signal(signal.SIGCHLD, handler)
+
+
+# What `_StepsAhead.next_item` returns after the last step, and where no step has come in `WAIT_SECONDS`.
+END = "end"
+NOTHING_YET = "nothing yet"
+
+
+class _StepsAhead:
+    """
+    A thread that makes steps, or receives them from worker processes, which it starts; and a queue of these steps.
+
+    Args:
+        steps, start, cursor, num_workers: as in `steps_ahead`.
+    """
+
+    def __init__(self, steps, start, cursor, num_workers):
+        self._steps = steps
+        self._start = start
+        self._cursor = cursor
+        self._num_workers = num_workers
+        # It gets each `Step`, and then `END`, or the error that has ended the thread.
+        self._queue = queue.Queue(STEPS_AHEAD)
+        self._workers = []  # empty until the thread has started them
+        self._is_closed = threading.Event()
+        self.thread = threading.Thread(target=self._work, daemon=True)
+
+    def next_item(self) -> Step | BaseException | str:
+        """The next step, the error in its place, `END`, or `NOTHING_YET`."""
+        try:
+            return self._queue.get(timeout=WAIT_SECONDS)
+        except queue.Empty:
+            return NOTHING_YET
+
+    def exit_codes(self) -> list[int]:
+        """Those of the workers that have ended otherwise than by themselves: negative after a signal."""
+        return [worker.exitcode for worker in self._workers if worker.exitcode]
+
+    def check_workers(self) -> None:
+        """
+        Raise `UserError` if a worker has ended early.
+
+        A worker that was killed while it sent a step leaves the thread waiting for the rest of the step.
+        """
+        for code in self.exit_codes():
+            how = "it was killed, perhaps because memory ran out"
+            if code > 0:
+                how = f"exit code {code}; read what it has said above"
+            raise UserError(
+                f"a process that makes batches has ended: {how}; --dataloader_num_workers 0 uses no such process; "
+                f"{GO_ON}"
+            )
+
+    def close(self) -> None:
+        """End the workers and the thread; steps that are made are lost."""
+        self._is_closed.set()
+        for worker in self._workers:
+            worker.kill()  # SIGKILL: a worker has nothing to save, and ignores SIGTERM
+        while not self._queue.empty():  # the thread may wait for a free place
+            self._queue.get()
+        self.thread.join(JOIN_SECONDS)
+        for worker in self._workers:
+            worker.join(JOIN_SECONDS)
+
+    def _work(self):
+        try:
+            with errors_of_workers():
+                for step in self._made():
+                    self._queue.put(step)
+                    if self._is_closed.is_set():
+                        return
+            self._queue.put(END)
+        except BaseException as error:
+            self._queue.put(error)
+
+    def _made(self):
+        """
+        The steps: the thread draws the pairs of each step, and makes it or sends the pairs to a worker.
+
+        Steps come back as NumPy arrays: PyTorch would send each tensor through shared memory with a file descriptor of
+        its own, which took twice as long as making the batch.
+        """
+        others = active_children()
+        loader = DataLoader(
+            _MadeOnDemand(self._steps),
+            batch_size=None,
+            sampler=self._steps.draw(self._start, self._cursor),
+            num_workers=self._num_workers,
+            collate_fn=_with_arrays,
+            # The parent process finishes its step before it stops, and may still need a batch of this worker.
+            worker_init_fn=functools.partial(start_worker, ignored=(signal.SIGTERM, signal.SIGINT)),
+            # A seed for the workers is drawn from a generator of its own, not from the run's random numbers.
+            generator=torch.Generator(),
+        )
+        made = iter(loader)
+        self._workers += [process for process in active_children() if process not in others]
+        for step in made:
+            micro_batches = [on_each(torch.from_numpy, batch) for batch in step.micro_batches]
+            if self._steps.on_gpu:  # a GPU reads pinned memory while it computes
+                micro_batches = [on_each(torch.Tensor.pin_memory, batch) for batch in micro_batches]
+            yield step._replace(micro_batches=micro_batches)
+
+
+class _MadeOnDemand(Dataset):
+    """The steps for a `DataLoader`, which asks for each by what `TrainingSteps.draw` yields, in its workers."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def __getitem__(self, drawn):
+        return self.steps.make(drawn)
 
 
 def _take_pytorchs_handler():
@@ -256,48 +372,12 @@ def _take_pytorchs_handler():
     return handler
 
 
-def _in_one_line(error):
-    """An error of a worker: PyTorch puts the worker's traceback into its message, which a `UserError` has not."""
-    if not isinstance(error, UserError):
-        return error
-    return UserError(str(error).rsplit("UserError: ", 1)[-1].strip())
-
-
-def _made(steps, start, cursor, num_workers, workers):
-    """
-    The steps, for a thread: it makes them itself, or receives them from worker processes, with which it fills
-    `workers`.
-
-    The thread draws the pairs of each step and sends them to a worker. Steps come back as NumPy arrays: PyTorch would
-    send each tensor through shared memory with a file descriptor of its own, which took twice as long as making the
-    batch.
-    """
-    others = active_children()
-    loader = DataLoader(
-        steps,
-        batch_size=None,
-        sampler=steps.draw(start, cursor),
-        num_workers=num_workers,
-        collate_fn=_with_arrays,
-        # The parent process finishes its step before it stops, and may still need a batch of this worker.
-        worker_init_fn=functools.partial(start_worker, ignored=(signal.SIGTERM, signal.SIGINT)),
-        # A seed for the workers is drawn from a generator of its own, not from the run's random numbers.
-        generator=torch.Generator(),
-    )
-    made = iter(loader)
-    workers += [process for process in active_children() if process not in others]
-    for step in made:
-        micro_batches = [on_each(torch.from_numpy, batch) for batch in step.micro_batches]
-        if steps.on_gpu:  # a GPU reads pinned memory while it computes
-            micro_batches = [on_each(torch.Tensor.pin_memory, batch) for batch in micro_batches]
-        yield step._replace(micro_batches=micro_batches, counts=torch.from_numpy(step.counts))
-
-
 def on_each(function: Callable, batch: dict) -> dict:
     """A micro-batch with the function applied to each of its tensors or arrays; a number stays as it is."""
     return {name: value if isinstance(value, int) else function(value) for name, value in batch.items()}
 
 
 def _with_arrays(step):
+    """A step with NumPy arrays in place of tensors."""
     arrays = [on_each(torch.Tensor.numpy, batch) for batch in step.micro_batches]
-    return step._replace(micro_batches=arrays, counts=step.counts.numpy())
+    return step._replace(micro_batches=arrays)

@@ -24,28 +24,57 @@ def without_padding(batch: dict[str, torch.Tensor], max_length: int) -> dict:
         The model's arguments for the one row (1, T'), and the keyword arguments of `varlen_attention`.
     """
     ids = batch["input_ids"]
-    numbers = batch.get("sequence_ids", batch.get("attention_mask", torch.ones_like(ids)))
-    is_real = numbers != 0
-    places = batch.get("position_ids", torch.arange(ids.shape[1]).expand_as(ids))[is_real]
-    starts = (places == 0).nonzero().squeeze(1)  # (S,), the place of each sequence's [CLS] in the one row
+    # The number, in its row, of each token's sequence, counted from 1; 0 for padding.
+    sequence = batch.get("sequence_ids", batch.get("attention_mask", torch.ones_like(ids)))
+    is_real = sequence != 0
+    column = torch.arange(ids.shape[1]).expand_as(ids)
+    place_in_sequence = batch.get("position_ids", column)[is_real]
+    starts = (place_in_sequence == 0).nonzero().squeeze(1)  # (S,), the place of each sequence's [CLS] in the one row
     is_slot = batch["labels"] != -100
     is_slot[0, 0] |= not is_slot.any()  # attention fails without a query
-    place_of = is_real.flatten().cumsum(0).view_as(ids) - 1
-    masked = place_of.gather(1, batch["masked_positions"])[is_slot]
-    row = {name: batch[name][is_real][None] for name in ("input_ids", "token_type_ids")}
-    row |= {"position_ids": places[None], "masked_positions": masked[None], "labels": batch["labels"][is_slot][None]}
-    read = masked
+    place_in_row = is_real.flatten().cumsum(0).view_as(ids) - 1  # of each token in the one row
+    masked_positions = place_in_row.gather(1, batch["masked_positions"])[is_slot]
+    row = {
+        "input_ids": batch["input_ids"][is_real][None],
+        "token_type_ids": batch["token_type_ids"][is_real][None],
+        "position_ids": place_in_sequence[None],
+        "masked_positions": masked_positions[None],
+        "labels": batch["labels"][is_slot][None],
+    }
+    read_by_heads = masked_positions
     if "next_sentence_label" in batch:
-        read, labels = torch.cat([starts, masked]), batch["next_sentence_label"]
-        if "sequence_ids" in batch:  # a row has fewer sequences than slots
-            labels = labels[torch.arange(labels.shape[1]) < numbers.max(dim=1, keepdim=True).values]
+        labels = batch["next_sentence_label"]
+        if "sequence_ids" in batch:  # a row may have fewer sequences than there are slots for labels
+            sequences_in_row = sequence.max(dim=1, keepdim=True).values
+            labels = labels[torch.arange(labels.shape[1]) < sequences_in_row]
         row |= {"cls_positions": starts[None], "next_sentence_label": labels[None]}
-    reads = torch.bucketize(read, starts, right=True).bincount(minlength=len(starts) + 1)  # of no sequence: 0
-    order = read.argsort()
+        read_by_heads = torch.cat([starts, masked_positions])
+    return row | _arguments_of_attention(starts, len(place_in_sequence), read_by_heads, max_length)
+
+
+def _arguments_of_attention(starts, tokens, read_by_heads, max_length):
+    """
+    The keyword arguments of `varlen_attention`.
+
+    With two sequences of 4 and 3 tokens, of which heads read the [CLS] of both and the masked tokens 2, 3 and 5:
+
+        read_by_heads     0 4 2 3 5
+        query_order       0 2 3 1 4      in the order of the text: 0 2 3, then 4 5 of the second sequence
+        query_places      0 3 1 2 4      the place, in that order, of each of `read_by_heads`
+        cu_seq_lens_q     0 3 5          of the queries in that order
+        cu_seq_lens_k     0 4 7          of all tokens
+
+    Args:
+        starts: the place of each sequence's first token (S,).
+        tokens: their number in all.
+        read_by_heads: the places of the tokens that a head reads (Q,).
+    """
+    number = torch.bucketize(read_by_heads, starts, right=True)  # of the sequence, counted from 1
+    reads_in_sequence = number.bincount(minlength=len(starts) + 1)  # 0 at first, for a sequence 0 that is none
+    order = read_by_heads.argsort()
     return {
-        **row,
-        "cu_seq_lens_k": F.pad(starts, (0, 1), value=len(places)).int(),  # (S + 1,)
-        "cu_seq_lens_q": reads.cumsum(0).int(),  # (S + 1,)
+        "cu_seq_lens_k": F.pad(starts, (0, 1), value=tokens).int(),  # (S + 1,)
+        "cu_seq_lens_q": reads_in_sequence.cumsum(0).int(),  # (S + 1,)
         "max_length": max_length,
         "query_order": order,
         "query_places": order.argsort(),
@@ -83,22 +112,34 @@ def varlen_attention(
     """
     if kwargs.get("dropout"):
         raise ValueError("attention without padding has no dropout; set attention_probs_dropout_prob to 0")
-    is_of_all = query.shape[2] == key.shape[2]  # heads read fewer tokens: none reads a [SEP]
-    ends = cu_seq_lens_k if is_of_all else cu_seq_lens_q
-    query = query if is_of_all else query[:, :, query_order]
-    if query.device.type == "cuda":
-        from torch.nn.attention.varlen import varlen_attn
-
-        states = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))  # (tokens, N, D)
-        output = varlen_attn(*states, ends, cu_seq_lens_k, max_length, max_length).unsqueeze(0)
+    # The last block computes the tokens that heads read alone. They are fewer than all tokens: no head reads a [SEP].
+    is_of_all = query.shape[2] == key.shape[2]
+    if is_of_all:
+        query_ends = cu_seq_lens_k
     else:
-        of_query, of_key = (
-            torch.bucketize(torch.arange(tensor.shape[2], device=ends.device), starts[1:], right=True)
-            for tensor, starts in ((query, ends), (key, cu_seq_lens_k))
-        )
-        output = F.scaled_dot_product_attention(query, key, value, attn_mask=of_query[:, None] == of_key)
-        output = output.transpose(1, 2)
+        query_ends = cu_seq_lens_q
+        query = query[:, :, query_order]
+    if query.device.type == "cuda":
+        output = _nvidia_kernel(query, key, value, query_ends, cu_seq_lens_k, max_length)
+    else:
+        query_sequence = _sequence_of_each(query, query_ends)
+        key_sequence = _sequence_of_each(key, cu_seq_lens_k)
+        is_same = query_sequence[:, None] == key_sequence  # (Q, T)
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=is_same).transpose(1, 2)
     return output if is_of_all else output[:, query_places], None
+
+
+def _nvidia_kernel(query, key, value, query_ends, key_ends, max_length):
+    from torch.nn.attention.varlen import varlen_attn
+
+    query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))  # (tokens, N, D)
+    return varlen_attn(query, key, value, query_ends, key_ends, max_length, max_length).unsqueeze(0)
+
+
+def _sequence_of_each(states, ends):
+    """The number of the sequence of each token (tokens,), from their states (1, N, tokens, D) and `cu_seq_lens`."""
+    places = torch.arange(states.shape[2], device=ends.device)
+    return torch.bucketize(places, ends[1:], right=True)
 
 
 ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)

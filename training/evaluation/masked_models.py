@@ -47,7 +47,8 @@ class MaskedModel(torch.nn.Module):
         super().__init__()
         with reading_model(name):
             config, _ = loading.read_parts(AutoModelForMaskedLM, name)
-            self.name, self.record = name, loading.read_run_record(name)
+            self.name = name
+            self.record = loading.read_run_record(name)
         has_both = config.model_type in TYPES_WITH_PAIR_HEAD
         auto_class = AutoModelForPreTraining if has_both else AutoModelForMaskedLM
         self.model, self.tokenizer, missing = loading.load_pretrained(auto_class, name, PAIR_HEAD.search)

@@ -11,7 +11,7 @@ import numpy as np
 from d2l_bert import folders
 from d2l_bert.messages import READ_ERRORS, UserError, explained
 from d2l_bert.model_cards.blimp import BLIMP, PHENOMENON_OF
-from d2l_bert.tokenization import sources, tables
+from d2l_bert.tokenization import hub_datasets, tables
 
 
 HUB_DATASET = "nyu-mll/blimp"
@@ -53,27 +53,43 @@ def read_blimp(place: str) -> list[MinimalPair]:
         UserError: there is no such folder or it has no JSONL file; a line lacks a sentence, or has a paradigm under
             another phenomenon than before; or the Hub gave no data.
     """
-    pairs, phenomena = [], {}
-    for where, row, name in _hub_rows() if place == FROM_HUB and not Path(place).exists() else _folder_rows(place):
-        good = row.get("sentence_good")
-        bad = row.get("sentence_bad")
-        for sentence in (good, bad):
-            if not isinstance(sentence, str) or not sentence.strip():
-                raise UserError(f"{where}: no sentence_good, or no sentence_bad; each line of BLiMP has both")
-        has_uid = bool(row.get("UID"))
-        paradigm = str(row["UID"]) if has_uid else name
-        phenomenon = str(row.get("linguistics_term") or (has_uid and PHENOMENON_OF.get(paradigm)) or paradigm)
-        if phenomena.setdefault(paradigm, phenomenon) != phenomenon:
+    is_on_hub = place == FROM_HUB and not Path(place).exists()
+    pairs = []
+    phenomena = {}  # by the paradigm
+    for where, row, name in _hub_rows() if is_on_hub else _folder_rows(place):
+        pair = _pair_of(where, row, name)
+        before = phenomena.setdefault(pair.paradigm, pair.phenomenon)
+        if pair.phenomenon != before:
             raise UserError(
-                f"{where}: {paradigm!r:.100} belongs to {phenomenon!r:.100} here, and to {phenomena[paradigm]!r:.100} "
+                f"{where}: {pair.paradigm!r:.100} belongs to {pair.phenomenon!r:.100} here, and to {before!r:.100} "
                 f"before; write one linguistics_term for each UID"
             )
-        pairs.append(MinimalPair(paradigm, phenomenon, good, bad, has_uid))
+        pairs.append(pair)
     if not pairs:
         raise UserError(
             f"blimp {place}: no folder with a .jsonl file of minimal pairs; give one with BLiMP's files, or {FROM_HUB}"
         )
     return sorted(pairs, key=lambda pair: pair.paradigm)
+
+
+def _pair_of(where: str, row: dict, name: str) -> MinimalPair:
+    """
+    The pair in a row.
+
+    Args:
+        where: the place of the row, for messages.
+        name: of its paradigm, if the row has none.
+    """
+    good = row.get("sentence_good")
+    bad = row.get("sentence_bad")
+    for sentence in (good, bad):
+        if not isinstance(sentence, str) or not sentence.strip():
+            raise UserError(f"{where}: no sentence_good, or no sentence_bad; each line of BLiMP has both")
+    has_uid = bool(row.get("UID"))
+    paradigm = str(row["UID"]) if has_uid else name
+    known = PHENOMENON_OF.get(paradigm) if has_uid else None
+    phenomenon = str(row.get("linguistics_term") or known or paradigm)
+    return MinimalPair(paradigm, phenomenon, good, bad, has_uid)
 
 
 def name_of_pairs(pairs: Sequence[MinimalPair], place: str) -> str:
@@ -108,7 +124,9 @@ def _hub_rows() -> Iterator[tuple[str, dict, str]]:
     """As `_folder_rows`, of the data set on the Hub."""
     import datasets
 
-    with sources.dataset_errors(HUB_DATASET, f"give --blimp a folder with BLiMP's JSONL files instead of {FROM_HUB}"):
+    with hub_datasets.dataset_errors(
+        HUB_DATASET, f"give --blimp a folder with BLiMP's JSONL files instead of {FROM_HUB}"
+    ):
         for config in datasets.get_dataset_config_names(HUB_DATASET):
             for number, row in enumerate(datasets.load_dataset(HUB_DATASET, config, split="train"), 1):
                 yield f"{HUB_DATASET} {config}, row {number}", row, config
@@ -136,31 +154,26 @@ def blimp_results(pairs: Sequence[MinimalPair], scores: np.ndarray) -> dict:
         `paradigms`, with such figures of each.
     """
     good, bad = scores.reshape(-1, 2).T
-    names, firsts, numbers, counts = np.unique(
-        [pair.paradigm for pair in pairs], return_index=True, return_inverse=True, return_counts=True
-    )
-    ties = np.bincount(numbers, good == bad)
-    accuracies = (np.bincount(numbers, good > bad) + ties / 2) / counts
-    columns = (names.tolist(), firsts.tolist(), accuracies.tolist(), counts.tolist(), ties.tolist())
-    paradigms = {
-        name: {
-            "phenomenon": pairs[first].phenomenon,
+    of_pairs = {}  # by the paradigm, the numbers of its pairs
+    for number, pair in enumerate(pairs):
+        of_pairs.setdefault(pair.paradigm, []).append(number)
+    paradigms = {}
+    for name, numbers in sorted(of_pairs.items()):
+        ties = int((good[numbers] == bad[numbers]).sum())
+        count = len(numbers)
+        accuracy = float((good[numbers] > bad[numbers]).sum() + ties / 2) / count
+        paradigms[name] = {
+            "phenomenon": pairs[numbers[0]].phenomenon,
             "accuracy": accuracy,
             "standard_error": math.sqrt(accuracy * (1 - accuracy) / count),
             "pairs": count,
-            "ties": int(tied),
+            "ties": ties,
         }
-        for name, first, accuracy, count, tied in zip(*columns, strict=True)
-    }
-    phenomena = sorted({figures["phenomenon"] for figures in paradigms.values()})
-    return {
-        **_mean(paradigms.values()),
-        "phenomena": {
-            name: _mean([figures for figures in paradigms.values() if figures["phenomenon"] == name])
-            for name in phenomena
-        },
-        "paradigms": paradigms,
-    }
+    of_phenomena = {}  # by the phenomenon, the figures of its paradigms
+    for figures in paradigms.values():
+        of_phenomena.setdefault(figures["phenomenon"], []).append(figures)
+    phenomena = {name: _mean(figures) for name, figures in sorted(of_phenomena.items())}
+    return {**_mean(paradigms.values()), "phenomena": phenomena, "paradigms": paradigms}
 
 
 def _mean(paradigms):

@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from accelerate import Accelerator
 
 from d2l_bert.messages import UserError, with_progress
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
-from d2l_bert.tokenization import long_texts, sources, tables
+from d2l_bert.tokenization import files, long_texts, tables
 from d2l_bert.training.evaluation.config import EvaluateConfig, Score
 from d2l_bert.training.evaluation.masked_models import MaskedModel
 
@@ -64,31 +65,77 @@ def encode(
     Args:
         whole_words: score no token of a word, separated by white space, that has an `[UNK]`.
     """
-    sequences, numbers, counts = {}, [], []
+    sequences = {}  # the number of each pair of ids and words
+    numbers = []
+    read = []
     for sentence, encoding in zip(sentences, model.backend.encode_batch(list(sentences)), strict=True):
-        length, unknown = len(encoding.ids), [number == model.tokenizer.unk_token_id for number in encoding.ids]
-        white_space_word = np.cumsum([character.isspace() for character in sentence])  # its number, at each character
-        covered = [set(white_space_word[start:end].tolist()) for start, end in encoding.offsets]  # by each token
-        read, with_unknown = set().union(*covered), set().union(*itertools.compress(covered, unknown))
-        is_left_out = [
-            bool(special or is_unknown or (whole_words and covers & with_unknown))
-            for special, is_unknown, covers in zip(encoding.special_tokens_mask, unknown, covered, strict=True)
-        ]
-        # For `pll` every token is a word; so is a token outside of all words, numbered after the others.
-        of_words = encoding.word_ids if score == "within_word_l2r" else [None] * length
-        its_words = tuple(
-            -1 if left_out else length + position if word is None else word
-            for position, (left_out, word) in enumerate(zip(is_left_out, of_words, strict=True))
-        )
-        counts.append((length, length - sum(is_left_out), len(read), len(read - with_unknown)))
-        numbers.append(sequences.setdefault((tuple(encoding.ids), its_words), len(sequences)))
-    ids, words = ([np.array(sequence[which], dtype=np.int64) for sequence in sequences] for which in (0, 1))
-    return EncodedSentences(np.array(numbers, dtype=np.int64), ids, words, *np.array(counts).reshape(-1, 4).T)
+        each = _read_sentence(sentence, encoding, model.tokenizer.unk_token_id, score, whole_words)
+        read.append(each)
+        numbers.append(sequences.setdefault((tuple(encoding.ids), each.words), len(sequences)))
+    return EncodedSentences(
+        numbers=np.array(numbers, dtype=np.int64),
+        ids=[np.array(ids, dtype=np.int64) for ids, _ in sequences],
+        words=[np.array(words, dtype=np.int64) for _, words in sequences],
+        lengths=np.array([each.length for each in read]),
+        scored_tokens=np.array([each.scored_tokens for each in read]),
+        read_words=np.array([each.read_words for each in read]),
+        known_words=np.array([each.known_words for each in read]),
+    )
+
+
+class _ReadSentence(NamedTuple):
+    """What `EncodedSentences` has of a sentence."""
+
+    words: tuple[int, ...]
+    length: int
+    scored_tokens: int
+    read_words: int
+    known_words: int
+
+
+def _read_sentence(sentence: str, encoding, unknown_id: int | None, score: Score, whole_words: bool) -> _ReadSentence:
+    """The words of a sentence's tokens, and what is scored of them."""
+    length = len(encoding.ids)
+    is_unknown = [number == unknown_id for number in encoding.ids]
+    # For each character the number of its word between white space; for each token the words that it covers.
+    word_at = np.cumsum([character.isspace() for character in sentence])
+    covered = [set(word_at[start:end].tolist()) for start, end in encoding.offsets]
+    read = set().union(*covered)
+    with_unknown = set().union(*itertools.compress(covered, is_unknown))
+    # For `pll` every token is a word; so is a token outside of all words, numbered after the others.
+    of_words = encoding.word_ids if score == "within_word_l2r" else [None] * length
+    words = []
+    scored = 0
+    tokens = zip(encoding.special_tokens_mask, is_unknown, covered, of_words, strict=True)
+    for position, (is_special, is_unk, covers, word) in enumerate(tokens):
+        if is_special or is_unk or (whole_words and covers & with_unknown):
+            words.append(-1)
+            continue
+        scored += 1
+        words.append(length + position if word is None else word)
+    return _ReadSentence(tuple(words), length, scored, len(read), len(read - with_unknown))
+
+
+class MaskedRows(NamedTuple):
+    """
+    A batch of masked sentences of equal length.
+
+    Args:
+        ids: the ids of the rows (R, T).
+        positions: the positions to predict in each row (R, P).
+        labels: the ids of the tokens that stand there, -100 in unused slots (R, P).
+        sequences: the index of each row's sequence (R,).
+    """
+
+    ids: np.ndarray
+    positions: np.ndarray
+    labels: np.ndarray
+    sequences: np.ndarray
 
 
 def masked_batches(
     model: MaskedModel, sentences: EncodedSentences, config: EvaluateConfig, rows_a_line: int = 0
-) -> Iterator[tuple[np.ndarray, ...]]:
+) -> Iterator[MaskedRows]:
     """
     Yield batches of masked sentences of equal length, a row for each token to predict, the shortest sentences first.
 
@@ -98,15 +145,12 @@ def masked_batches(
         config: its `score`, and about the most tokens in a batch (`batch_tokens`).
         rows_a_line: if not 0, a sentence has as many rows, or as many as it has tokens to predict. The first predicts
             the first of these tokens, that after `rows_a_line` more, and so on; the others begin at the next ones.
-
-    Returns:
-        The ids of the rows (R, T); the positions to predict in each row, and the ids of the tokens that stand there,
-        -100 in unused slots (R, P); and the index of each row's sequence (R,).
     """
     lengths = np.array([len(ids) for ids in sentences.ids])
     for length in np.unique(lengths).tolist():
         same = np.flatnonzero(lengths == length)
-        ids, words = (np.stack([of[number] for number in same]) for of in (sentences.ids, sentences.words))  # (S, T)
+        ids = np.stack([sentences.ids[number] for number in same])  # (S, T)
+        words = np.stack([sentences.words[number] for number in same])  # (S, T)
         is_scored = words >= 0
         apart = rows_a_line or length
         # The number of each scored token's row in its sentence.
@@ -114,17 +158,22 @@ def masked_batches(
         wanted = np.argwhere(np.arange(length) <= numbers.max(1, keepdims=True))  # sentence and number of each row
         slots = -(-length // apart)
         # A slot has one logit for each entry of the vocabulary.
-        rows = max(1, min(config.batch_tokens // length, LOGITS_AT_ONCE // len(model.tokenizer) // slots))
+        rows_of_logits = LOGITS_AT_ONCE // len(model.tokenizer) // slots
+        rows = max(1, min(config.batch_tokens // length, rows_of_logits))
         for first in range(0, len(wanted), rows):
             sentence, number = wanted[first : first + rows].T
-            is_masked = is_predicted = numbers[sentence] == number[:, None]
+            is_predicted = numbers[sentence] == number[:, None]
             positions = np.argsort(~is_predicted, axis=1, kind="stable")[:, :slots]
+            is_masked = is_predicted
             if config.score == "within_word_l2r":
                 is_same_word = words[sentence] == np.take_along_axis(words[sentence], positions, 1)
                 is_masked = is_predicted | (is_same_word & (np.arange(length) > positions))
-            masked = np.where(is_masked, model.tokenizer.mask_token_id, ids[sentence])
-            labels = np.where(is_predicted, ids[sentence], -100)
-            yield masked, positions, np.take_along_axis(labels, positions, 1), same[sentence]
+            yield MaskedRows(
+                ids=np.where(is_masked, model.tokenizer.mask_token_id, ids[sentence]),
+                positions=positions,
+                labels=np.take_along_axis(np.where(is_predicted, ids[sentence], -100), positions, 1),
+                sequences=same[sentence],
+            )
 
 
 @torch.inference_mode()
@@ -150,13 +199,16 @@ def pseudo_log_likelihoods(
     scores = torch.zeros(len(sentences.ids), dtype=torch.float64)
     tokens = sum(int((words >= 0).sum()) for words in sentences.words)
     batches = masked_batches(model, sentences, config, rows_a_line)
-    batches = with_progress(batches, label, tokens, lambda batch: int((batch[2] != -100).sum()), "token")
+    batches = with_progress(batches, label, tokens, lambda batch: int((batch.labels != -100).sum()), "token")
     for number, batch in enumerate(batches):
         if number % accelerator.num_processes == accelerator.process_index:
-            ids, positions, labels, owners = map(torch.from_numpy, batch)
-            logits, labels = model(ids.to(device), positions.to(device)).prediction_logits.float(), labels.to(device)
+            ids = torch.from_numpy(batch.ids).to(device)
+            positions = torch.from_numpy(batch.positions).to(device)
+            labels = torch.from_numpy(batch.labels).to(device)
+            logits = model(ids, positions).prediction_logits.float()
             likely = logits.gather(2, labels.clamp_min(0)[..., None])[..., 0] - logits.logsumexp(2)  # (R, P)
-            scores.index_add_(0, owners, likely.where(labels != -100, 0).sum(1).double().cpu())
+            of_rows = likely.where(labels != -100, 0).sum(1)
+            scores.index_add_(0, torch.from_numpy(batch.sequences), of_rows.double().cpu())
     if accelerator.num_processes > 1:  # each process has a part of each score
         scores = accelerator.reduce(scores.to(accelerator.device), "sum").cpu()
     return scores[torch.from_numpy(sentences.numbers)]
@@ -172,7 +224,7 @@ def print_line_scores(model: MaskedModel, config: EvaluateConfig, accelerator: A
     off.
 
     Raises:
-        UserError: as in `sources.lines_and_cells`.
+        UserError: as in `files.lines_and_cells`.
     """
     file = Path(config.line_scores)
     tables.check_separator(config.separator, [file])
@@ -181,16 +233,33 @@ def print_line_scores(model: MaskedModel, config: EvaluateConfig, accelerator: A
         raise UserError("text_column is for tables, and line_scores reads lines; leave it out")
     plain = long_texts.without_limits(model.backend)
     model.backend.enable_truncation(model.most_positions)
-    rows = enumerate(sources.lines_and_cells(config.line_scores, config.text_column, config.separator), 1)
+    label = f"{model.name} on {config.line_scores}"
+    rows = enumerate(files.lines_and_cells(config.line_scores, config.text_column, config.separator), 1)
     while group := [(number, line) for number, (line, _) in itertools.islice(rows, LINES_AT_ONCE)]:
         encoded = encode(model, [long_texts.beginning_of(line, model.most_positions, plain) for _, line in group])
-        scores = pseudo_log_likelihoods(
-            model, encoded, config, accelerator, f"{model.name} on {config.line_scores}", config.line_masks
-        ).numpy()
-        unknown = np.array([(ids == model.tokenizer.unk_token_id).sum() for ids in encoded.ids])[encoded.numbers]
-        columns = (group, scores, encoded.scored_tokens, encoded.read_words, unknown)
-        for (number, line), score, scored, read, of_unknown in zip(*columns, strict=True):
-            means = [score / scored, score, score / read] if scored else [-np.inf] * 3
-            shown = [f"{share:.4f}" for share in (*means, of_unknown / max(1, scored + of_unknown))]
-            if accelerator.is_main_process:
-                print(*shown, number, line.translate(dict.fromkeys(b"\t\r\n", " ")), sep="\t")
+        scores = pseudo_log_likelihoods(model, encoded, config, accelerator, label, config.line_masks).numpy()
+        unknown_in = np.array([(ids == model.tokenizer.unk_token_id).sum() for ids in encoded.ids])
+        if not accelerator.is_main_process:
+            continue
+        for place, (number, line) in enumerate(group):
+            shown = _shares_of_line(
+                scores[place],
+                encoded.scored_tokens[place],
+                encoded.read_words[place],
+                unknown_in[encoded.numbers[place]],
+            )
+            print(*shown, number, line.translate(dict.fromkeys(b"\t\r\n", " ")), sep="\t")
+
+
+def _shares_of_line(score: float, scored: int, words: int, unknown: int) -> list[str]:
+    """
+    The numbers before a line.
+
+    Args:
+        score: its pseudo-log-likelihood.
+        scored, unknown: how many of its tokens are scored, and how many are `[UNK]`.
+        words: how many words were read.
+    """
+    figures = [score / scored, score, score / words] if scored else [-np.inf] * 3
+    figures.append(unknown / max(1, scored + unknown))
+    return [f"{figure:.4f}" for figure in figures]

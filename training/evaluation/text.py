@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 from accelerate import Accelerator
 
-from d2l_bert import folders, messages
+from d2l_bert import messages
 from d2l_bert.options import BATCHES, TEXT
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.tokenization import account, encoding, prepare, text_store, token_store
+from d2l_bert.tokenization import cache, coverage, encoding, prepare, sources, text_store, token_store
 from d2l_bert.tokenization.config import SourceConfig
-from d2l_bert.training import devices, held_out
+from d2l_bert.training import held_out, processes
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data.batches import Ranks
 from d2l_bert.training.evaluation.config import EvaluateConfig
@@ -50,32 +50,27 @@ def sample_sentences(
 
     sample = list(part.sample(prepare.SAMPLED_CHARACTERS))
     order = np.random.default_rng(held_out.HELD_OUT_SEED).permutation(len(sample)).tolist()
-    return list(itertools.islice(filter(fits, (sample[number] for number in order)), most))
+    fitting = (sample[number] for number in order if fits(sample[number]))
+    return list(itertools.islice(fitting, most))
 
 
-def run_of(model: MaskedModel, config: EvaluateConfig) -> PretrainConfig:
+def options_for(model: MaskedModel, config: EvaluateConfig) -> PretrainConfig:
     """
-    The options of a run on a text for a model: those that `config` gives for the rows, else those of the model's run,
-    by its `run_config.json`, else the defaults; `max_seq_length` is at most the positions of the model,
-    `mlm_probability` the share at the end of the run, and without `config.held_out` the run does not decide
-    `max_eval_pairs`.
+    The options of the rows of a text for a model: those that `config` gives, else `recorded_options`.
+
+    `max_seq_length` is at most the positions of the model, and without `config.held_out` the model's run does not
+    decide `max_eval_pairs`.
 
     Raises:
         UserError: the record has a value that its option cannot have; the tokenizer lacks a special token; the model
             has fewer positions than `max_seq_length`, or no head for `objective`; or `masking` needs the pieces of
             words that this tokenizer does not mark.
     """
-    groups = {field.name: field.metadata["group"] for field in dataclasses.fields(PretrainConfig)}
-    recorded = model.record.get("run", {}).items()
-    run = PretrainConfig(**{name: value for name, value in recorded if groups.get(name) in (TEXT, BATCHES)})
-    with messages.explained(f"{model.name}: run_config.json", "", messages.UserError):
-        run.check_values()
-        share = run.mlm_probabilities()[1]
-        if not 0 < share <= 1:
-            raise messages.UserError(f"mlm_probability must be a number in (0, 1], got {share}")
-    run = dataclasses.replace(run, mlm_probability=share)
-    given = {name: getattr(config, name) for name in ROW_OPTIONS}
-    run = dataclasses.replace(run, **{name: value for name, value in given.items() if value is not None})
+    given = {}
+    for name in ROW_OPTIONS:
+        if getattr(config, name) is not None:
+            given[name] = getattr(config, name)
+    options = dataclasses.replace(recorded_options(model), **given)
     tokenizer = model.tokenizer
     if None in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id):
         raise messages.UserError(
@@ -91,39 +86,63 @@ def run_of(model: MaskedModel, config: EvaluateConfig) -> PretrainConfig:
             f"{model.name}: it has no head for objective {config.objective}; leave objective out, or give --objective "
             f"none"
         )
-    if run.masking != "token" and type(tokenizer.backend_tokenizer.model).__name__ != "WordPiece":
+    if options.masking != "token" and type(tokenizer.backend_tokenizer.model).__name__ != "WordPiece":
         raise messages.UserError(
-            f"{model.name}: its tokenizer does not say where a word goes on, as masking {run.masking} needs; give "
+            f"{model.name}: its tokenizer does not say where a word goes on, as masking {options.masking} needs; give "
             f"--masking token"
         )
     return dataclasses.replace(
-        run,
-        max_seq_length=min(run.max_seq_length, model.most_positions),
-        max_eval_pairs=run.max_eval_pairs if config.held_out else config.max_eval_pairs,
+        options,
+        max_seq_length=min(options.max_seq_length, model.most_positions),
+        max_eval_pairs=options.max_eval_pairs if config.held_out else config.max_eval_pairs,
     )
 
 
-def rows_of_all(models: Sequence[MaskedModel], config: EvaluateConfig) -> PretrainConfig:
+def recorded_options(model: MaskedModel) -> PretrainConfig:
     """
-    The options of the rows for all models, so that their figures can be compared: those of `run_of`. Where these
+    The options of text and rows of a model's run, by its `run_config.json`, else the defaults; `mlm_probability` is
+    the share at the end of the run.
+
+    Raises:
+        UserError: the record has a value that its option cannot have.
+    """
+    of_run = model.record.get("run", {})
+    recorded = {}
+    for field in dataclasses.fields(PretrainConfig):
+        if field.name in of_run and field.metadata["group"] in (TEXT, BATCHES):
+            recorded[field.name] = of_run[field.name]
+    options = PretrainConfig(**recorded)
+    with messages.explained(f"{model.name}: run_config.json", "", messages.UserError):
+        options.check_values()
+        share = options.mlm_probabilities()[1]
+        if not 0 < share <= 1:
+            raise messages.UserError(f"mlm_probability must be a number in (0, 1], got {share}")
+    return dataclasses.replace(options, mlm_probability=share)
+
+
+def options_for_all(models: Sequence[MaskedModel], config: EvaluateConfig) -> PretrainConfig:
+    """
+    The options of the rows for all models, so that their figures can be compared: those of `options_for`. Where these
     differ, the models have the default of `pretrain`, and this is logged.
 
     Raises:
-        UserError: as in `run_of`, for one of the models.
+        UserError: as in `options_for`, for one of the models.
     """
-    runs = [run_of(model, config) for model in models]
-    rows = dataclasses.replace(runs[0], max_seq_length=min(run.max_seq_length for run in runs))
-    default = PretrainConfig()
+    of_models = [options_for(model, config) for model in models]
+    length = min(options.max_seq_length for options in of_models)
+    shared = dataclasses.replace(of_models[0], max_seq_length=length)
     for name in SHARED_OPTIONS:
-        values = [getattr(run, name) for run in runs]
+        values = [getattr(options, name) for options in of_models]
         if any(value != values[0] for value in values):
-            rows = dataclasses.replace(rows, **{name: getattr(default, name)})
+            default = getattr(PretrainConfig(), name)
+            shared = dataclasses.replace(shared, **{name: default})
+            different = ", ".join(str(value) for value in dict.fromkeys(values))
             way_out = f"; --{name} gives all another" if name in ROW_OPTIONS else ""
             logger.warning(
-                f"{name} differs in the models' runs ({', '.join(map(str, dict.fromkeys(values)))}): all are measured "
-                f"with {getattr(default, name)}, to be compared{way_out}"
+                f"{name} differs in the models' runs ({different}): all are measured with {default}, to be "
+                f"compared{way_out}"
             )
-    return rows
+    return shared
 
 
 def read_text(config: EvaluateConfig, model: MaskedModel) -> tuple[str, text_store.TextPart]:
@@ -140,22 +159,26 @@ def read_text(config: EvaluateConfig, model: MaskedModel) -> tuple[str, text_sto
     Raises:
         UserError: a source cannot be read, or there is too little text.
     """
-    default = EvaluateConfig()
-    names = [field.name for field in dataclasses.fields(SourceConfig)]
-    given = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
-    run = run_of(model, config) if config.held_out else PretrainConfig(dataset_split=config.dataset_split)
-    run = dataclasses.replace(run, **given)
-    sources = prepare.open_sources(config.corpus, config.dataset, run.dataset_split, run, run.max_documents)
-    name, store = prepare.read_sources(sources, run.language)
+    given = {}
+    for field in dataclasses.fields(SourceConfig):
+        if field.name in config.given():
+            given[field.name] = getattr(config, field.name)
+    options = PretrainConfig(dataset_split=config.dataset_split)
+    if config.held_out:
+        options = options_for(model, config)
+    options = dataclasses.replace(options, **given)
+    what = sources.WhatToRead(paths=config.corpus, datasets=config.dataset, split=options.dataset_split)
+    text = prepare.read_sources(sources.open_sources(what, sources.HowToRead.of(options)), options.language)
+    store = text.store
     if not len(store):
-        raise messages.UserError(f"{name}: holds no sentence; give more text")
+        raise messages.UserError(f"{text.name}: holds no sentence; give more text")
     if not config.held_out:
-        return name, store.part()
-    with messages.explained(name, "", messages.UserError):
+        return text.name, store.part()
+    with messages.explained(text.name, "", messages.UserError):
         documents = text_store.held_out_documents(
-            store.hashes, store.characters, run.validation_fraction, run.max_validation_characters
+            store.hashes, store.characters, options.validation_fraction, options.max_validation_characters
         )
-    return f"{name}, held out", store.part(documents)
+    return f"{text.name}, held out", store.part(documents)
 
 
 def evaluate_text(
@@ -163,7 +186,7 @@ def evaluate_text(
     name: str,
     part: text_store.TextPart,
     config: EvaluateConfig,
-    shape: PretrainConfig,
+    options: PretrainConfig,
     accelerator: Accelerator,
 ) -> dict:
     """
@@ -171,7 +194,7 @@ def evaluate_text(
 
     Args:
         name, part: the text, as from `read_text`.
-        shape: the options of the rows but the objective, as from `rows_of_all`.
+        options: those of the rows but the objective, as from `options_for_all`.
 
     Returns:
         The names of `held_out.held_out_metrics` without `eval_`; `pair_task`, `nsp` or `sop`, or None for a model
@@ -185,9 +208,9 @@ def evaluate_text(
     tokens = _tokens(model, name, part, config)
 
     def rows_for(task):
-        run = dataclasses.replace(shape, objective=task.key if task else "none")
+        of_task = dataclasses.replace(options, objective=task.key if task else "none")
         ranks = Ranks(accelerator.num_processes, accelerator.process_index)
-        return held_out.HeldOutPairs(tokens, model.tokenizer, run, config.batch_tokens, name, ranks)
+        return held_out.HeldOutPairs(tokens, model.tokenizer, of_task, config.batch_tokens, name, ranks)
 
     task = model.task if config.objective == "auto" else PAIR_TASKS.get(config.objective)
     rows = rows_for(task)
@@ -196,26 +219,25 @@ def evaluate_text(
             f"{name}: no pair for {task.short} in this text, as where each document has one sentence; evaluated are "
             f"single segments (--objective none)"
         )
-        task, rows = None, rows_for(None)
+        task = None
+        rows = rows_for(None)
     with messages.explained(model.name, "", messages.UserError):
         rows.first_with_target()  # raises if there is no row, or no token to predict
-    batches = messages.with_progress(
-        rows,
-        f"{model.name} on {name}",
-        sum(map(len, rows.parts())),
-        lambda batch: len(batch["input_ids"]) * accelerator.num_processes,
-        "row",
-    )
+
+    def rows_of_all_processes(batch):
+        return len(batch["input_ids"]) * accelerator.num_processes
+
+    count = sum(len(each) for each in rows.parts())
+    batches = messages.with_progress(rows, f"{model.name} on {name}", count, rows_of_all_processes, "row")
     counts = held_out.held_out_counts(model, batches, accelerator.device, top_5=True)
     metrics = held_out.held_out_metrics(accelerator.reduce(counts, "sum"), task) | rows.one_segment_accuracy()
-    return {
-        **{name.removeprefix("eval_"): value for name, value in metrics.items()},
-        "pair_task": task.key if task else None,
-        "pair_head": model.task.key if model.task else None,
-        "tokens": len(tokens.ids),
-        "documents": len(tokens),
-        "unknown_share": account.unknown_share(model.tokenizer, part.sample(prepare.SAMPLED_CHARACTERS)),
-    }
+    figures = {name.removeprefix("eval_"): value for name, value in metrics.items()}
+    figures["pair_task"] = task.key if task else None
+    figures["pair_head"] = model.task.key if model.task else None
+    figures["tokens"] = len(tokens.ids)
+    figures["documents"] = len(tokens)
+    figures["unknown_share"] = coverage.measure_unknown_share(model.tokenizer, part.sample(prepare.SAMPLED_CHARACTERS))
+    return figures
 
 
 def _tokens(model, name, part, config):
@@ -232,11 +254,11 @@ def _tokens(model, name, part, config):
         way_out = "" if data.get("validation") else "; --held_out takes what its run held out"
         logger.warning(f"{model.name} was trained on this very text, {name}{way_out}")
     tokens = token_store.TokenizedCorpus(
-        devices.main_first(
+        processes.main_first(
             encoding.prepare_tokens,
             part,
             model.sentence_tokenizer(),
-            folders.cache_folder(),
+            cache.cache_folder(),
             config.processes(),
             data.get("tokenizer", {}).get("word_unit", "white space"),
         )
@@ -279,10 +301,12 @@ def pseudo_perplexity(
         `pppl_sentences`, `pppl_words` and `pppl_tokens`. Every process gets the same figures.
     """
     encoded = encode(model, sentences, config.score, whole_words=True)
-    words, title = int(encoded.known_words.sum()), f"{model.name}: pseudo-perplexity"
-    total = float(pseudo_log_likelihoods(model, encoded, config, accelerator, title).sum())
+    scores = pseudo_log_likelihoods(model, encoded, config, accelerator, f"{model.name}: pseudo-perplexity")
+    total = float(scores.sum())
+    words = int(encoded.known_words.sum())
+    loss = -total / words
     return {
-        "pseudo_perplexity": math.exp(-total / words) if -total / words < held_out.MAX_LOSS else math.inf,
+        "pseudo_perplexity": math.exp(loss) if loss < held_out.MAX_LOSS else math.inf,
         "pppl_log_likelihood": total,
         "pppl_sentences": len(sentences),
         "pppl_words": words,

@@ -19,7 +19,7 @@ DATA = "task and data"
 MODEL = "model"
 
 # The tasks, as Transformers names them: its pipelines, its examples, and the `problem_type` of several labels and of
-# numbers. `trainer.py` has a class for each.
+# numbers. `all_tasks.py` has a class for each.
 TASKS = (
     *("text-classification", "multi_label_classification", "regression", "token-classification"),
     *("question-answering", "multiple-choice"),

@@ -1,12 +1,21 @@
-"""Metrics by scikit-learn and scipy (the extra `d2l-bert[finetune]`), and the entities that tags mark."""
+"""Metrics by scikit-learn and scipy (the extra `d2l-bert[finetune]`), and the entities that tags mark.
+
+A metric has the name that metrics.json gives it. `f1` is, of
+- text classification with two classes: F1 of class 1; with more: the mean over the classes (macro F1);
+- several labels: F1 over all yes and no (micro F1);
+- tags of entities: F1 over all entities of all texts (micro F1), lenient as CoNLL's; `strict_f1` reads IOB2;
+- answers: the mean over the questions of the F1 of words.
+"""
 
 import re
 import string
 from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 
 from d2l_bert.messages import explained
+from d2l_bert.model_cards.figures import METRICS, shown_metric
 
 
 with explained(
@@ -28,6 +37,43 @@ SCHEMES = {"BIO": "BI", "BIOES": "BIES", "BILOU": "BILU"}
 PROBABILITY_COLUMNS = 20
 
 
+class Sides(NamedTuple):
+    """
+    What is true and what a model predicts.
+
+    Args:
+        true, predicted: names of classes (N,), or 0 or 1 for each row and class (N, C).
+        names: the classes to report on.
+    """
+
+    true: list[str] | np.ndarray
+    predicted: list[str] | np.ndarray
+    names: list[str]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A metric by its name
+
+
+def goodness(name: str, value: float) -> float:
+    """The value of a metric, or its negative, so that the larger of two is the better one."""
+    return -value if name in LOWER_IS_BETTER else value
+
+
+def is_share(name: str) -> bool:
+    """Whether a metric is a share, from 0 to 1, which is shown in percent."""
+    return name in METRICS and METRICS[name][1] == "%"
+
+
+def shown(name: str, value: float) -> str:
+    """The value of a metric for people: in percent, or with four decimals."""
+    return shown_metric(name, value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Classes, labels and numbers
+
+
 def class_metrics(labels, predicted, classes: int) -> dict[str, float]:
     """
     Metrics of one class of several.
@@ -44,13 +90,14 @@ def class_metrics(labels, predicted, classes: int) -> dict[str, float]:
     average = {"average": "binary", "pos_label": 1} if classes == 2 else {"average": "macro"}
     accuracy = float(sklearn.metrics.accuracy_score(labels, predicted))
     f1 = float(sklearn.metrics.f1_score(labels, predicted, zero_division=0.0, **average))
-    # Of one class alone, scikit-learn warns and gives 0.
-    has_two = np.ptp(labels) > 0 and np.ptp(predicted) > 0
+    correlation = 0.0
+    if np.ptp(labels) > 0 and np.ptp(predicted) > 0:  # of one class alone, scikit-learn warns and gives 0
+        correlation = float(sklearn.metrics.matthews_corrcoef(labels, predicted))
     return {
         "accuracy": accuracy,
         "f1": f1,
         "accuracy_f1_mean": (accuracy + f1) / 2,
-        "matthews_correlation": float(sklearn.metrics.matthews_corrcoef(labels, predicted)) if has_two else 0.0,
+        "matthews_correlation": correlation,
     }
 
 
@@ -85,13 +132,13 @@ def number_metrics(labels, predicted) -> dict[str, float]:
         The correlations `pearson` and `spearman` and their mean, 0 if one side is constant or N is 1; `mse` and `mae`,
         the means of the squared and the absolute errors.
     """
-    labels, predicted = np.asarray(labels, dtype=float), np.asarray(predicted, dtype=float)
-    pearson = spearman = 0.0
+    labels = np.asarray(labels, dtype=float)
+    predicted = np.asarray(predicted, dtype=float)
+    pearson = 0.0
+    spearman = 0.0
     if len(labels) > 1 and np.ptp(labels) > 0 and np.ptp(predicted) > 0:
-        pearson, spearman = (
-            float(scipy.stats.pearsonr(labels, predicted).statistic),
-            float(scipy.stats.spearmanr(labels, predicted).statistic),
-        )
+        pearson = float(scipy.stats.pearsonr(labels, predicted).statistic)
+        spearman = float(scipy.stats.spearmanr(labels, predicted).statistic)
     return {
         "pearson": pearson,
         "spearman": spearman,
@@ -102,6 +149,7 @@ def number_metrics(labels, predicted) -> dict[str, float]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Tags and entities
 
 
 def scheme_of(tags: list[str]) -> str | None:
@@ -125,12 +173,14 @@ def entities(tags: list[str], strict: bool = False) -> list[tuple[str, int, int]
     Returns:
         For each entity its type, the number of its first word, and the number after that of its last word.
     """
-    found, goes_on = [], None  # `goes_on`: the type of the last entity, if the next tag may belong to it
+    found = []
+    goes_on = None  # the type of the last entity, if the next tag may belong to it
     for number, tag in enumerate(tags):
         prefix, _, kind = tag.partition("-")
-        if prefix in ("I", "E", "L") and kind == goes_on:
+        is_inside = prefix in ("I", "E", "L")
+        if is_inside and kind == goes_on:
             found[-1] = (kind, found[-1][1], number + 1)
-        elif prefix in ("B", "S", "U") or (prefix in ("I", "E", "L") and not strict):
+        elif prefix in ("B", "S", "U") or (is_inside and not strict):
             found.append((kind, number, number + 1))
         else:
             kind = None
@@ -138,26 +188,28 @@ def entities(tags: list[str], strict: bool = False) -> list[tuple[str, int, int]
     return found
 
 
-def types_at_spans(gold: list[list[str]], predicted: list[list[str]], strict: bool = False):
+def types_at_spans(gold: list[list[str]], predicted: list[list[str]], strict: bool = False) -> Sides:
     """
     The types of the true and of the predicted entities at each span of words that is an entity on either side.
 
     An entity is right if its type, first and last word are right, so metrics of classes over the spans, with "O" for
-    no entity, are those of entities.
-
-    Returns:
-        The types of the true entities, those of the predicted ones, and the sorted types without "O".
+    no entity, are those of entities. The classes to report on are the types, without "O".
     """
-    true, said = ["O"], ["O"]  # scikit-learn takes no empty lists
+    true = ["O"]  # scikit-learn takes no empty lists
+    said = ["O"]
     for true_tags, tags in zip(gold, predicted, strict=True):
-        found, of_model = (
-            {(begin, end): kind or "entity" for kind, begin, end in entities(side, strict)}
-            for side in (true_tags, tags)
-        )
-        for span in found | of_model:
-            true.append(found.get(span, "O"))
-            said.append(of_model.get(span, "O"))
-    return true, said, sorted({*true, *said} - {"O"}) or ["entity"]
+        type_of_true = _types_by_span(true_tags, strict)
+        type_of_said = _types_by_span(tags, strict)
+        for span in type_of_true | type_of_said:
+            true.append(type_of_true.get(span, "O"))
+            said.append(type_of_said.get(span, "O"))
+    types = sorted({*true, *said} - {"O"})
+    return Sides(true, said, types or ["entity"])
+
+
+def _types_by_span(tags, strict) -> dict[tuple[int, int], str]:
+    """The types of the entities that tags mark, by their first word and the one after the last."""
+    return {(begin, end): kind or "entity" for kind, begin, end in entities(tags, strict)}
 
 
 def tag_metrics(gold: list[list[str]], predicted: list[list[str]], has_entities: bool) -> dict[str, float]:
@@ -171,15 +223,24 @@ def tag_metrics(gold: list[list[str]], predicted: list[list[str]], has_entities:
         `accuracy` over words. With entities also `precision`, `recall` and `f1` over all entities of all texts (micro
         averages), and `strict_f1`, which reads both sides by IOB2.
     """
-    pairs = [pair for true, said in zip(gold, predicted, strict=True) for pair in zip(true, said, strict=True)]
-    found = {"accuracy": sum(true == said for true, said in pairs) / len(pairs)}
+    right = 0
+    words = 0
+    for true, said in zip(gold, predicted, strict=True):
+        right += sum(one == other for one, other in zip(true, said, strict=True))
+        words += len(true)
+    found = {"accuracy": right / words}
     if has_entities:
-        lenient, strict = (
-            report_by_class(*types_at_spans(gold, predicted, is_strict))["micro avg"] for is_strict in (False, True)
-        )
-        found |= {"precision": lenient["precision"], "recall": lenient["recall"]}
-        found |= {"f1": lenient["f1-score"], "strict_f1": strict["f1-score"]}
+        lenient = report_by_class(*types_at_spans(gold, predicted))["micro avg"]
+        strict = report_by_class(*types_at_spans(gold, predicted, strict=True))["micro avg"]
+        found["precision"] = lenient["precision"]
+        found["recall"] = lenient["recall"]
+        found["f1"] = lenient["f1-score"]
+        found["strict_f1"] = strict["f1-score"]
     return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Probabilities and the report by class
 
 
 def probability_columns(names: list, logits: np.ndarray, of_each: bool = False) -> dict[str, list[float]]:
@@ -193,10 +254,15 @@ def probability_columns(names: list, logits: np.ndarray, of_each: bool = False) 
             probabilities of a row add up to 1 (the softmax).
     """
     logits = logits.astype(np.float64)
-    shares = np.round(scipy.special.expit(logits) if of_each else scipy.special.softmax(logits, -1), 6)
-    named = {} if len(names) > PROBABILITY_COLUMNS else dict(zip(names, shares.T.tolist(), strict=True))
-    columns = {f"probability of {name}": column for name, column in named.items()}
-    return columns if of_each else {"probability": shares.max(-1).tolist(), **columns}
+    shares = scipy.special.expit(logits) if of_each else scipy.special.softmax(logits, -1)
+    shares = np.round(shares, 6)
+    columns = {}
+    if not of_each:
+        columns["probability"] = shares.max(-1).tolist()
+    if len(names) <= PROBABILITY_COLUMNS:
+        for name, column in zip(names, shares.T.tolist(), strict=True):
+            columns[f"probability of {name}"] = column
+    return columns
 
 
 def report_by_class(true, predicted, names: list[str]) -> dict:
@@ -204,21 +270,24 @@ def report_by_class(true, predicted, names: list[str]) -> dict:
     scikit-learn's `classification_report`: `precision`, `recall`, `f1-score`, `support` of each class; averages.
 
     Args:
-        true, predicted: names of classes (N,), or 0 or 1 for each row and class (N, C).
-        names: the classes to report.
+        true, predicted, names: as in `Sides`.
     """
     # scikit-learn reads one column as classes 0 and 1.
     columns = range(len(names)) if len(names) > 1 else [1]
     # scikit-learn has averages in the same dict: a class of the name of one, or of that with "(class)", gets another.
-    shown = [re.sub(r"^(accuracy|.* avg)((?: \(class\))*)$", r"\1\2 (class)", name) for name in names]
+    targets = [re.sub(r"^(accuracy|.* avg)((?: \(class\))*)$", r"\1\2 (class)", name) for name in names]
     return sklearn.metrics.classification_report(
         true,
         predicted,
         labels=columns if np.ndim(true) == 2 else names,
-        target_names=shown,
+        target_names=targets,
         output_dict=True,
         zero_division=0.0,
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Answers
 
 
 def normalised_answer(text: str) -> str:
@@ -241,9 +310,15 @@ def answer_scores(prediction: str, gold: list[str]) -> tuple[float, float]:
         prediction: the predicted answer; "" says that the question has none.
         gold: the true answers, of which the best counts; [] if the question has none.
     """
-    exact, f1, said = [], [], normalised_answer(prediction)
-    for answer in [normalised for normalised in map(normalised_answer, gold) if normalised] or [""]:
-        exact.append(float(said == answer))
-        both = (Counter(said.split()) & Counter(answer.split())).total()
-        f1.append(2 * both / (len(said.split()) + len(answer.split())) if said and answer else exact[-1])
-    return max(exact), max(f1)
+    said = normalised_answer(prediction)
+    answers = [answer for answer in map(normalised_answer, gold) if answer] or [""]
+    exact = float(said in answers)
+    if not said or answers == [""]:
+        return exact, exact
+    return exact, max(f1_of_words(said.split(), answer.split()) for answer in answers)
+
+
+def f1_of_words(one: list[str], other: list[str]) -> float:
+    """F1 of the words that two answers share, repeated words counted; neither answer is empty."""
+    both = (Counter(one) & Counter(other)).total()
+    return 2 * both / (len(one) + len(other))

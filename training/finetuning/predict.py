@@ -11,11 +11,13 @@ from d2l_bert.messages import UserError, counted, explained, standard_input
 from d2l_bert.modeling import conversion, loading
 from d2l_bert.modeling.records import RunRecord
 from d2l_bert.tokenization import tables
-from d2l_bert.tokenization.sources import STDIN
-from d2l_bert.training import devices
-from d2l_bert.training.finetuning import output, splits, trainer
+from d2l_bert.tokenization.files import STDIN
+from d2l_bert.training.finetuning.all_tasks import CLASSES
+from d2l_bert.training.finetuning.cells import EmptyText
 from d2l_bert.training.finetuning.config import TASKS, FinetuneConfig, PredictConfig
-from d2l_bert.training.finetuning.tasks import EmptyText, Task
+from d2l_bert.training.finetuning.outputs import outputs_of
+from d2l_bert.training.finetuning.rows import Row, Split, check_writable, read_file, write_predictions
+from d2l_bert.training.finetuning.tasks import Task
 
 
 # The options of `predict` that name columns.
@@ -30,7 +32,7 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
 
     Args:
         name: the model, a folder or an id on the Hub.
-        file: a table as in `splits.read_file`; a text file with a text in each line; or `-` for the standard input,
+        file: a table as in `rows.read_file`; a text file with a text in each line; or `-` for the standard input,
             which holds a text or an object of JSON in each line. Labels that it has are not read.
 
     Returns:
@@ -41,32 +43,28 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
             rows cannot be read, or the output cannot be written. No file is left.
     """
     config.check()
-    record, target = loading.read_run_record(name), Path(config.output)
+    record = loading.read_run_record(name)
+    target = Path(config.output)
     task = restored_task(name, record, config)
     # Entered before any work: what stands in the way of the output is said at once.
     with folders.new_file(target) as partial, tempfile.TemporaryDirectory() as scratch:
-        split = read_rows(file, task, config, Path(scratch))
-        output.check_table(target, split)
-        rows = split.rows
-        split.rows = rows_with_text(split, task)
+        given = read_rows(file, task, config, Path(scratch))
+        check_writable(target, given)
+        read = dataclasses.replace(given, rows=rows_with_text(given, task))
         model, tokenizer, _ = loading.load_pretrained(getattr(transformers, task.auto_class), name)
         check_model(name, record, task, model, tokenizer)
-        task.features(split, tokenizer, record["max_seq_length"])
-        with devices.restore_host_settings():
-            arguments = trainer.make_arguments(task, Path(scratch), rate=1.0, seed=0, processes=1)
-            # As they are: a finished model predicts in the units of the labels.
-            outputs = trainer.predict(task, model, arguments, tokenizer, split).predictions
-        predicted = task.predictions(split, outputs)
-        count = len(split.rows)
-        if count < len(rows):
-            places = {row.place: number for number, row in enumerate(split.rows)}
-            predicted = {column: spread(values, rows, places) for column, values in predicted.items()}
-            split.rows = rows
+        features = task.features(read, tokenizer, record["max_seq_length"])
+        # As they are: a finished model predicts in the units of the labels.
+        logits = outputs_of(task, model, tokenizer, features.inputs, config.per_device_eval_batch_size).logits
+        predicted = task.predictions(read, task.row_outputs(read, features.windows, logits))
+        if len(read.rows) < len(given.rows):
+            predicted = spread(predicted, read, given)
         if target.suffix == ".csv":
             predicted = task.in_csv(predicted)
-        output.write_table(partial, split, predicted, config.excel)
-    without = f"; {counted(len(rows) - count, 'row')} without a text: no prediction there" if count < len(rows) else ""
-    return f"{target}: predictions for {counted(count, 'row')}{without}"
+        write_predictions(partial, given, predicted, config.excel)
+    without = len(given.rows) - len(read.rows)
+    note = f"; {counted(without, 'row')} without a text: no prediction there" if without else ""
+    return f"{target}: predictions for {counted(len(read.rows), 'row')}{note}"
 
 
 def restored_task(name: str, record: RunRecord, config: PredictConfig) -> Task:
@@ -90,12 +88,13 @@ def restored_task(name: str, record: RunRecord, config: PredictConfig) -> Task:
         # A newer version may have more options.
         known = {field.name for field in dataclasses.fields(FinetuneConfig)}
         given = {option: value for option, value in record["finetune"].items() if option in known}
-        given |= {"model": name, "per_device_eval_batch_size": config.per_device_eval_batch_size}
+        given["model"] = name
+        given["per_device_eval_batch_size"] = config.per_device_eval_batch_size
         finetune = FinetuneConfig(**given)
         finetune.check_values()
         if finetune.task_type not in TASKS:
             raise ValueError(f"finetune.task must be one of {', '.join(TASKS)}, got {finetune.task!r:.100}")
-        task = trainer.CLASSES[finetune.task_type](finetune)
+        task = CLASSES[finetune.task_type](finetune)
         task.restore(learnt)
     for option in COLUMN_OPTIONS:
         column = getattr(config, option)
@@ -110,7 +109,7 @@ def restored_task(name: str, record: RunRecord, config: PredictConfig) -> Task:
     return task
 
 
-def read_rows(file: str, task: Task, config: PredictConfig, scratch: Path) -> splits.Split:
+def read_rows(file: str, task: Task, config: PredictConfig, scratch: Path) -> Split:
     """
     The rows of a file or of the standard input, none of them looked at; `task` then reads no labels.
 
@@ -122,23 +121,23 @@ def read_rows(file: str, task: Task, config: PredictConfig, scratch: Path) -> sp
         UserError: the file cannot be read, or lacks a column that the task reads; or the first of its lines of text
             names columns.
     """
-    label = file
+    title = file
     if file == STDIN:
-        label = "standard input"
+        title = "standard input"
         file = str(scratch / "standard input")
         Path(file).write_bytes(standard_input().read())
     of_texts = [task.columns[option][0] for option in task.options_of_texts()]
-    split = splits.read_file(file, "", config.separator, of_texts[0], label=label)
+    split = read_file(file, "", config.separator, of_texts[0], title=title)
     tables.check_separator(config.separator, [Path(file)])
     first = split.rows[0].cells.get(of_texts[0])
     if tables.file_kind(Path(file)) == "text" and isinstance(first, str):
-        tables.refuse_header(first, of_texts, split.label)
-    task.check_columns(split.label, split.columns, has_labels=False)
-    task.columns["label_column"], task.label = [None], None  # no row has such a column: labels are not read
+        tables.refuse_header(first, of_texts, split.title)
+    task.check_columns(split.title, split.columns, has_labels=False)
+    task.columns["label_column"] = [None]  # no row has such a column: labels are not read
     return split
 
 
-def rows_with_text(split: splits.Split, task: Task) -> list[splits.Row]:
+def rows_with_text(split: Split, task: Task) -> list[Row]:
     """
     The rows as the task reads them, without those in which a text is empty.
 
@@ -152,11 +151,11 @@ def rows_with_text(split: splits.Split, task: Task) -> list[splits.Row]:
         except EmptyText:
             continue
         except ValueError as error:
-            raise UserError(f"{split.label}, {row.place}: {error}") from None
+            raise UserError(f"{split.title}, {row.place}: {error}") from None
         if read.texts:  # a list of words may have none
             filled.append(read)
     if not filled:
-        raise UserError(f"{split.label}: no row has a text; give texts, or name their column")
+        raise UserError(f"{split.title}: no row has a text; give texts, or name their column")
     return filled
 
 
@@ -181,12 +180,18 @@ def check_model(name: str, record: RunRecord, task: Task, model, tokenizer) -> N
         )
 
 
-def spread(values: list, rows: list[splits.Row], numbers: dict[str, int]) -> list:
+def spread(predicted: dict[str, list], read: Split, given: Split) -> dict[str, list]:
     """
-    A column of predictions for all rows: None for rows without one.
+    Columns of predictions for all rows: None for rows without one.
 
     Args:
-        values: the predictions.
-        numbers: by a row's place, the number of its prediction.
+        predicted: the columns for the rows that were read.
+        read: the rows with a prediction.
+        given: all rows.
     """
-    return [values[numbers[row.place]] if row.place in numbers else None for row in rows]
+    number_of = {row.place: number for number, row in enumerate(read.rows)}
+    numbers = [number_of.get(row.place) for row in given.rows]
+    columns = {}
+    for name, values in predicted.items():
+        columns[name] = [None if number is None else values[number] for number in numbers]
+    return columns

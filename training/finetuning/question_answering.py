@@ -6,8 +6,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from d2l_bert.messages import UserError, explained, refuse_first
-from d2l_bert.training.finetuning import metrics, tasks
+from d2l_bert.messages import UserError, explained
+from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning.cells import check_length, json_in
+from d2l_bert.training.finetuning.features import Features, Window, encoded, note_of_windows
+from d2l_bert.training.finetuning.tasks import Task
 
 
 # The default of `doc_stride`, as in Transformers' example of question answering.
@@ -21,6 +24,13 @@ LEAST_CONTEXT = 10
 NO_ANSWER = 0
 
 
+class Answer(NamedTuple):
+    """An answer of a row, and the character of the context at which it begins."""
+
+    text: str
+    start: int
+
+
 class Span(NamedTuple):
     """A predicted span: the sum of its two scores, its probability, text and first character; None for no answer."""
 
@@ -30,21 +40,21 @@ class Span(NamedTuple):
     begin: int | None = None
 
 
-class QuestionAnswering(tasks.Task):
+class QuestionAnswering(Task):
     """
     An answer as a span of a context.
 
     A context of more tokens than fit beside the question is cut into windows that share `doc_stride` tokens. In a
     window without the answer, the answer is [CLS] (Devlin et al., 2018, section 4.3). The prediction is the best span
     over all windows of a question. If training rows have questions without an answer, as in SQuAD 2, the lowest score
-    of [CLS] over the windows stands for "no answer". An example's texts are question and context, its label is a list
-    of answers, each with the character of the context at which it begins, or None. A window's positions are those of
-    the context, its places the tokens' characters there.
+    of [CLS] over the windows stands for "no answer". A row's texts are question and context, its label is a list of
+    answers, or None. A window's positions are those of the context, its places the tokens' characters there.
+    `outputs` are the predicted span of each row.
     """
 
     auto_class = "AutoModelForQuestionAnswering"
     main_metric = "f1"
-    learnt = ("has_unanswerable",)
+    restored = ("has_unanswerable",)
     least_texts = 2
     more_columns = ("is_impossible",)
     metrics_shown = ("f1", "exact_match")
@@ -54,15 +64,11 @@ class QuestionAnswering(tasks.Task):
 
     def read(self, row, split):
         question, context = self.texts(row.cells)
-        tasks.check_length(len(context), f"column {self.columns['context_column'][0]!r:.100}")
-        answers = answers_in(tasks.json_in(row.cells.get(self.label), self.label), self.label)
-        for text, start in answers:
-            if not text.strip() or start < 0 or context[start : start + len(text)] != text:
-                known = f"it begins at {context.find(text)}" if text in context else "it is nowhere in the context"
-                raise ValueError(
-                    f"the answer {text!r:.60} is not at character {start} of its context ({known}); correct "
-                    f"answer_start or the answer"
-                )
+        check_length(len(context), f"column {self.columns['context_column'][0]!r:.100}")
+        cell = json_in(row.cells.get(self.label_column), self.label_column)
+        answers = answers_in(cell, self.label_column)
+        for answer in answers:
+            check_answer(answer, context)
         # SQuAD 2 gives such questions what looks like an answer.
         is_impossible = str(row.cells.get("is_impossible")).lower() in ("true", "1")
         return row._replace(texts=(question, context), label=None if is_impossible else answers or None)
@@ -72,27 +78,39 @@ class QuestionAnswering(tasks.Task):
         self.has_unanswerable = any(row.label is None for row in train.rows)
         if self.config.null_score_diff_threshold and not self.has_unanswerable:
             raise UserError(
-                f"null_score_diff_threshold is for questions without an answer, and {train.label} has none; leave it "
+                f"null_score_diff_threshold is for questions without an answer, and {train.title} has none; leave it "
                 f"out"
             )
 
+    def learnt(self):
+        return {**super().learnt(), "has_unanswerable": self.has_unanswerable}
+
+    def restore(self, learnt):
+        super().restore(learnt)
+        self.has_unanswerable = learnt["has_unanswerable"]
+
+    def stride(self, max_seq_length: int) -> int:
+        """How many tokens two windows of a context share."""
+        if self.config.doc_stride is not None:
+            return self.config.doc_stride
+        return min(STRIDE, max_seq_length // 3)
+
     def features(self, split, tokenizer, max_seq_length):
-        # How many tokens two windows of a context share.
-        stride = min(STRIDE, max_seq_length // 3) if self.config.doc_stride is None else self.config.doc_stride
+        stride = self.stride(max_seq_length)
         capacity = max_seq_length - tokenizer.num_special_tokens_to_add(pair=True)
         most = capacity // 2  # tokens of a question
-        refuse_first(
-            {
+        if capacity - most < max(stride + 1, LEAST_CONTEXT):
+            raise UserError(
                 f"max_seq_length {max_seq_length}: leaves {capacity - most} tokens of the context beside a long "
                 f"question, and answers need {LEAST_CONTEXT}, and more than doc_stride ({stride}); raise "
-                f"max_seq_length, or lower doc_stride": capacity - most < max(stride + 1, LEAST_CONTEXT)
-            }
-        )
-        questions, contexts = zip(*(row.texts for row in split.rows), strict=True)
-        cuts = tasks.encoded(tokenizer, [questions], most, add_special_tokens=False)
-        ends = [max((end for _, end in encoding.offsets), default=0) for *_, encoding in cuts]
-        short = [question[:end].strip() for question, end in zip(questions, ends, strict=True)]
-        for source, inputs, encoding in tasks.encoded(
+                f"max_seq_length, or lower doc_stride"
+            )
+        questions = [row.texts[0] for row in split.rows]
+        contexts = [row.texts[1] for row in split.rows]
+        short = beginnings(tokenizer, questions, most)
+        features = []
+        windows = []
+        for number, inputs, encoding in encoded(
             tokenizer,
             [short, contexts],
             max_seq_length,
@@ -101,64 +119,68 @@ class QuestionAnswering(tasks.Task):
             return_overflowing_tokens=True,
         ):
             positions = np.array([place for place, part in enumerate(encoding.sequence_ids) if part == 1], dtype=int)
-            window = tasks.Window(source, positions, np.array(encoding.offsets)[positions])
-            inputs["labels"] = _positions(window, *(split.rows[source].label or [])[:1])
-            split.features.append(inputs)
-            split.windows.append(window)
+            window = Window(number, positions, np.array(encoding.offsets)[positions])
+            answers = split.rows[number].label
+            inputs["labels"] = positions_of(answers[0], window) if answers else [NO_ANSWER, NO_ANSWER]
+            features.append(inputs)
+            windows.append(window)
+        notes = [note_of_windows(split, windows, max_seq_length)]
         cut = sum(one != other.strip() for one, other in zip(short, questions, strict=True))
-        found = {
-            window.source
-            for window, inputs in zip(split.windows, split.features, strict=True)
-            if inputs["labels"] != [NO_ANSWER] * 2
-        }
-        lost = sum(bool(row.label) for row in split.rows) - len(found)
-        notes = {
-            tasks.note_of_windows(split, max_seq_length): True,
-            f"{cut:,} questions are truncated to {most} tokens": cut,
-            f"{lost:,} answers are in no window as a whole": lost,
-        }
-        split.note = "; ".join(note for note, holds in notes.items() if note and holds)
+        if cut:
+            notes.append(f"{cut:,} questions are truncated to {most} tokens")
+        lost = _count_lost(split, windows, features)
+        if lost:
+            notes.append(f"{lost:,} answers are in no window as a whole")
+        return Features(features, windows, "; ".join(filter(None, notes)))
 
     def logits(self, outputs, attention_mask):
         """Start and end scores (B, T, 2); those of padding are the lowest, so that the loss does not depend on it."""
         scores = torch.stack([outputs.start_logits, outputs.end_logits], dim=-1)
         return scores.masked_fill(attention_mask[..., None] == 0, torch.finfo(scores.dtype).min)
 
-    def spans(self, split, outputs) -> list[Span]:
+    def row_outputs(self, split, windows, logits) -> list[Span]:
         """
         The predicted span of each row: the best over all windows, or no answer.
 
         Args:
-            outputs: start and end scores (N, T, 2) of the features.
+            logits: start and end scores (N, T, 2) of the features.
         """
-        best, nothing = [Span(-np.inf)] * len(split.rows), [Span(np.inf)] * len(split.rows)
-        for window, scores in zip(split.windows, outputs, strict=True):
-            context, source = split.rows[window.source].texts[1], window.source
+        best = [Span(-np.inf)] * len(split.rows)
+        nothing = [Span(np.inf)] * len(split.rows)
+        for window, scores in zip(windows, logits, strict=True):
+            number = window.row
+            context = split.rows[number].texts[1]
             span, of_nothing = _best_span(window, context, scores, self.config.max_answer_length)
-            best[source] = max(best[source], span, key=lambda span: span.score)
-            nothing[source] = min(nothing[source], of_nothing, key=lambda span: span.score)
-        most = self.config.null_score_diff_threshold if self.has_unanswerable else np.inf
+            best[number] = max(best[number], span, key=lambda span: span.score)
+            nothing[number] = min(nothing[number], of_nothing, key=lambda span: span.score)
+        if not self.has_unanswerable:
+            return best
+        most = self.config.null_score_diff_threshold
         return [none if none.score - span.score > most else span for span, none in zip(best, nothing, strict=True)]
 
     def metrics(self, split, outputs):
-        scores = [
-            metrics.answer_scores(span.text, [text for text, _ in row.label or []])
-            for span, row in zip(self.spans(split, outputs), split.rows, strict=True)
-        ]
-        return dict(zip(("exact_match", "f1"), np.mean(scores, axis=0).tolist(), strict=True))
+        scores = []
+        for row, span in zip(split.rows, outputs, strict=True):
+            gold = [answer.text for answer in row.label or []]
+            scores.append(metrics.answer_scores(span.text, gold))
+        exact_match, f1 = np.mean(scores, axis=0).tolist()
+        return {"exact_match": exact_match, "f1": f1}
 
     def predictions(self, split, outputs):
-        spans = self.spans(split, outputs)
         return {
-            "prediction": [span.text for span in spans],
-            "prediction_start": [span.begin for span in spans],
-            "probability": [round(span.probability, 6) for span in spans],
+            "prediction": [span.text for span in outputs],
+            "prediction_start": [span.begin for span in outputs],
+            "probability": [round(span.probability, 6) for span in outputs],
         }
 
 
-def answers_in(value: object, column: str) -> list[tuple[str, int]]:
+# ---------------------------------------------------------------------------------------------------------------------
+# Answers in rows
+
+
+def answers_in(value: object, column: str) -> list[Answer]:
     """
-    The answers in a cell of SQuAD's form, each with the character of the context at which it begins; [] for none.
+    The answers in a cell of SQuAD's form; [] for none.
 
     Raises:
         ValueError: the cell has another form.
@@ -169,11 +191,12 @@ def answers_in(value: object, column: str) -> list[tuple[str, int]]:
         *(KeyError, TypeError, ValueError, OverflowError),
     ):
         if isinstance(value, dict):  # as the Hub has them
-            texts, starts = value["text"], value["answer_start"]
+            texts = value["text"]
+            starts = value["answer_start"]
             if not isinstance(texts, list) or not isinstance(starts, list):
                 raise TypeError("text and answer_start are no lists")
-            return [(str(text), _whole(start)) for text, start in zip(texts, starts, strict=True)]
-        return [(str(answer["text"]), _whole(answer["answer_start"])) for answer in value or []]
+            return [Answer(str(text), _whole(start)) for text, start in zip(texts, starts, strict=True)]
+        return [Answer(str(answer["text"]), _whole(answer["answer_start"])) for answer in value or []]
 
 
 def _whole(start: object) -> int:
@@ -185,35 +208,73 @@ def _whole(start: object) -> int:
     return int(start)
 
 
-def _positions(window, answer=("", 0)):
+def check_answer(answer: Answer, context: str) -> None:
+    """Raise `ValueError` if an answer does not stand in its context where it should begin."""
+    text, start = answer
+    if not text.strip() or start < 0 or context[start : start + len(text)] != text:
+        known = f"it begins at {context.find(text)}" if text in context else "it is nowhere in the context"
+        raise ValueError(
+            f"the answer {text!r:.60} is not at character {start} of its context ({known}); correct "
+            f"answer_start or the answer"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Windows
+
+
+def beginnings(tokenizer, questions: list[str], most: int) -> list[str]:
+    """The questions, truncated to `most` tokens."""
+    short = []
+    for number, _, encoding in encoded(tokenizer, [questions], most, add_special_tokens=False):
+        end = max((end for _, end in encoding.offsets), default=0)
+        short.append(questions[number][:end].strip())
+    return short
+
+
+def positions_of(answer: Answer, window: Window) -> list[int]:
     """
     The positions of the first and the last token of a window that hold a character of an answer.
 
     Those of no answer if a part of the answer is outside of the window, or if the answer has no tokens.
     """
-    text, start = answer
-    begin = start + len(text) - len(text.lstrip())
-    end = begin + len(text.strip())
-    inside = np.flatnonzero((window.places[:, 0] < end) & (window.places[:, 1] > begin))
-    if not len(inside) or window.places[0, 0] > begin or window.places[-1, 1] < end:
-        return [NO_ANSWER] * 2
+    begin = answer.start + len(answer.text) - len(answer.text.lstrip())
+    end = begin + len(answer.text.strip())
+    begins = window.places[:, 0]
+    ends = window.places[:, 1]
+    inside = np.flatnonzero((begins < end) & (ends > begin))
+    if not len(inside) or begins[0] > begin or ends[-1] < end:
+        return [NO_ANSWER, NO_ANSWER]
     return window.positions[inside[[0, -1]]].tolist()
 
 
-def _best_span(window, context, scores, longest):
+def _count_lost(split, windows, features) -> int:
+    """How many rows have an answer that no window has as a whole."""
+    found = set()
+    for window, inputs in zip(windows, features, strict=True):
+        if inputs["labels"] != [NO_ANSWER, NO_ANSWER]:
+            found.add(window.row)
+    return sum(bool(row.label) for row in split.rows) - len(found)
+
+
+def _best_span(window: Window, context: str, scores: np.ndarray, longest: int) -> tuple[Span, Span]:
     """
     The best span of a window, of at most `longest` tokens, and the window's score of no answer.
 
     A span's probability is that of its start times that of its end, each among the context's tokens and [CLS].
     """
     scores = scores[[*window.positions, NO_ANSWER]].astype(np.float64)  # (C + 1, 2)
-    total, of_nothing = np.logaddexp.reduce(scores).sum(), scores[-1].sum()
+    total = np.logaddexp.reduce(scores).sum()
+    of_nothing = scores[-1].sum()
     nothing = Span(of_nothing, np.exp(of_nothing - total))
     longest = min(longest, len(window.positions))
     if longest == 0:
         return Span(-np.inf), nothing
     ends = np.concatenate([scores[:-1, 1], np.full(longest - 1, -np.inf)])
-    sums = scores[:-1, :1] + np.lib.stride_tricks.sliding_window_view(ends, longest)  # (C, longest)
+    ends_behind = np.lib.stride_tricks.sliding_window_view(ends, longest)  # (C, longest)
+    sums = scores[:-1, :1] + ends_behind
     first, more = divmod(int(sums.argmax()), longest)
-    begin, end = int(window.places[first, 0]), int(window.places[first + more, 1])
-    return Span(sums[first, more], np.exp(sums[first, more] - total), context[begin:end], begin), nothing
+    score = sums[first, more]
+    begin = int(window.places[first, 0])
+    end = int(window.places[first + more, 1])
+    return Span(score, np.exp(score - total), context[begin:end], begin), nothing

@@ -5,8 +5,11 @@ import re
 import numpy as np
 import torch
 
-from d2l_bert.messages import UserError, explained, refuse_first
-from d2l_bert.training.finetuning import metrics, tasks
+from d2l_bert.messages import UserError, explained
+from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning.cells import is_filled, list_in, listed, name_of
+from d2l_bert.training.finetuning.features import Features, truncated
+from d2l_bert.training.finetuning.tasks import Baseline, Task
 
 
 # A number with a decimal point or an exponent, as in a column of floats; or pandas' mark of an empty cell.
@@ -24,31 +27,32 @@ MOST_YES_AND_NO = 1 << 28
 LEAST_STEPS = 10
 
 
-class TextTask(tasks.Task):
-    """What the tasks of this file share: columns, features, the head on [CLS]."""
+class TextTask(Task):
+    """What the tasks of this file share: columns, features, the head on [CLS]. `outputs` are logits, (N, C)."""
 
     auto_class = "AutoModelForSequenceClassification"
     usual_columns = {"text_column": ("text",), "text_pair_column": ("text_pair",), "label_column": ("label",)}
 
     def read(self, row, split):
-        is_labelled = all(column in split.columns for column in self.columns["label_column"])
-        return row._replace(
-            texts=self.texts(row.cells), label=self.label_in(row.cells, split) if is_labelled else None
-        )
+        texts = self.texts(row.cells)
+        has_labels = all(column in split.columns for column in self.columns["label_column"])
+        return row._replace(texts=texts, label=self.label_in(row.cells, split) if has_labels else None)
 
-    def targets(self, split):
+    def targets(self, split) -> np.ndarray:
         """The labels of a split as numbers, (N,) or (N, C)."""
         return np.array([-100 if row.label is None else self.number_of[row.label] for row in split.rows])
 
     def features(self, split, tokenizer, max_seq_length):
         texts = list(zip(*(row.texts for row in split.rows), strict=True))
-        split.features, split.note = tasks.truncated(tokenizer, texts, max_seq_length)
-        targets = self.targets(split)
-        # Several labels of a row stay a part of the array. One number is Python's: as NumPy's it would be float64.
-        for row, label in zip(split.features, targets if targets.ndim > 1 else targets.tolist(), strict=True):
-            row["labels"] = label
+        inputs, windows, note = truncated(tokenizer, texts, max_seq_length)
+        labels = self.targets(split)
+        if labels.ndim == 1:
+            labels = labels.tolist()  # one number is Python's: as NumPy's it would be float64
+        for of_row, label in zip(inputs, labels, strict=True):
+            of_row["labels"] = label  # several labels of a row stay a part of the array
+        return Features(inputs, windows, note)
 
-    def always(self, split, outputs):
+    def always(self, split, outputs) -> dict[str, float]:
         """The metrics of a split if every row had these outputs."""
         return self.metrics(split, np.broadcast_to(outputs, (len(split.rows), len(outputs))))
 
@@ -57,63 +61,69 @@ class TextClassification(TextTask):
     """One class of several for a text or a pair of texts."""
 
     problem_type = "single_label_classification"
-    learnt = ("classes",)
+    restored = ("classes",)
     metrics_shown = ("accuracy", "f1", "accuracy_f1_mean", "matthews_correlation")
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """The names of the named data set's classes, by their numbers; () for other data."""
+        return self.config.named.get("labels", ())
 
     def label_in(self, cells, split):
         """The label in a row; raises `ValueError` if there is something else."""
-        value = cells.get(self.label)
+        value = cells.get(self.label_column)
         if isinstance(value, list | dict | float) or NO_CLASS.fullmatch(str(value).strip()):
             raise ValueError(
-                f"column {self.label!r:.100} holds {value!r:.40}, not a class; give --task regression for numbers, "
-                f"--task multi_label_classification for lists, or name another column with --label_column"
+                f"column {self.label_column!r:.100} holds {value!r:.40}, not a class; give --task regression for "
+                f"numbers, --task multi_label_classification for lists, or name another column with --label_column"
             )
-        if not tasks.is_filled(value):
+        if not is_filled(value):
             return None
-        name = tasks.name_of(value, self.label, split.class_names.get(self.label))
-        return self.known[int(name)] if re.fullmatch(r"\d{1,9}", name) and int(name) < len(self.known) else name
+        name = name_of(value, self.label_column, split.class_names.get(self.label_column))
+        if re.fullmatch(r"\d{1,9}", name) and int(name) < len(self.known):
+            return self.known[int(name)]
+        return name
 
     def learn(self, train):
         found = {row.label for row in train.rows} - {None}
-        named, others = train.class_names.get(self.label), sorted(found.difference(self.known))
-        self.learn_classes(train, found, named or (None if others else self.known))
-        refuse_first(
-            {
-                f"{train.label}: column {self.label!r:.100} has {tasks.listed(others)} beside labels of --task "
-                f"{self.config.task}, {tasks.listed(self.known)}; write these names, or their numbers from 0": (
-                    not named and 0 < len(others) < len(found)
-                ),
-                f"{train.label}: every row has a label of its own in column {self.label!r:.100}; name the column of "
-                f"classes with --label_column": len(self.classes) == len(train.rows) > 2,
-            }
-        )
-
-    def know_nothing(self, train, split):
-        counts = np.bincount(self.targets(train), minlength=len(self.classes))
-        return "always the most frequent class of the training rows", self.always(split, counts)
-
-    def sides(self, split, outputs):
-        return (
-            [row.label for row in split.rows],
-            [self.classes[number] for number in outputs.argmax(-1)],
-            self.classes,
-        )
+        others = sorted(found.difference(self.known))
+        of_dataset = train.class_names.get(self.label_column)
+        self.learn_classes(train, found, of_dataset or (() if others else self.known))
+        if not of_dataset and 0 < len(others) < len(found):
+            raise UserError(
+                f"{train.title}: column {self.label_column!r:.100} has {listed(others)} beside labels of --task "
+                f"{self.config.task}, {listed(self.known)}; write these names, or their numbers from 0"
+            )
+        if len(self.classes) == len(train.rows) > 2:
+            raise UserError(
+                f"{train.title}: every row has a label of its own in column {self.label_column!r:.100}; name the "
+                f"column of classes with --label_column"
+            )
 
     def metrics(self, split, outputs):
         return metrics.class_metrics(self.targets(split), outputs.argmax(-1), len(self.classes))
 
+    def baseline(self, train, split):
+        counts = np.bincount(self.targets(train), minlength=len(self.classes))
+        return Baseline("always the most frequent class of the training rows", self.always(split, counts))
+
+    def predicted(self, outputs) -> list[str]:
+        """The likeliest class of each row."""
+        return [self.classes[number] for number in outputs.argmax(-1)]
+
+    def sides(self, split, outputs):
+        return metrics.Sides([row.label for row in split.rows], self.predicted(outputs), self.classes)
+
     def predictions(self, split, outputs):
-        return {
-            "prediction": [self.classes[number] for number in outputs.argmax(-1)],
-            **metrics.probability_columns(self.classes, outputs),
-        }
+        probabilities = metrics.probability_columns(self.classes, outputs)
+        return {"prediction": self.predicted(outputs), **probabilities}
 
 
 class MultiLabelClassification(TextTask):
     """Several labels at once, or none, for a text or a pair of texts: a yes or no for each label."""
 
     problem_type = "multi_label_classification"
-    learnt = ("classes",)
+    restored = ("classes",)
     main_metric = "f1"
     metrics_shown = ("f1", "macro_f1", "exact_match")
 
@@ -121,38 +131,41 @@ class MultiLabelClassification(TextTask):
         """The labels of a row; raises `ValueError` if there is something else."""
         columns = self.columns["label_column"]
         if len(columns) == 1:
-            entries = tasks.list_in(cells, columns[0], "label_column", self.config.label_separator)
-            return [tasks.name_of(entry, columns[0], split.class_names.get(columns[0])) for entry in entries]
+            entries = list_in(cells, self.label_column, "label_column", self.config.label_separator)
+            return [name_of(entry, self.label_column, split.class_names.get(self.label_column)) for entry in entries]
         for column in columns:
             if cells.get(column) not in (0, 1, "0", "1", "0.0", "1.0"):
                 raise ValueError(f"column {column!r:.100} holds {cells.get(column)!r:.100}; write 0 or 1")
         return [column for column in columns if float(cells[column]) == 1]
 
     def learn(self, train):
-        labels, columns = [row.label for row in train.rows], self.columns["label_column"]
-        refuse_first(
-            {
-                f"{train.label}: every row has the labels {tasks.listed(sorted(labels[0]))} in column "
-                f"{self.label!r:.100}; name another column with --label_column, or what separates labels with "
-                f"--label_separator": (all(set(names) == set(labels[0]) for names in labels))
-            }
-        )
-        # Of several columns each is a label, also one without a 1.
-        named = columns if len(columns) > 1 else train.class_names.get(self.label)
-        found = columns if len(columns) > 1 else {name for names in labels for name in names}
-        self.learn_classes(train, set(found), named, least=1)
+        labels = [row.label for row in train.rows]
+        first = set(labels[0])
+        if all(set(names) == first for names in labels):
+            raise UserError(
+                f"{train.title}: every row has the labels {listed(sorted(labels[0]))} in column "
+                f"{self.label_column!r:.100}; name another column with --label_column, or what separates labels with "
+                f"--label_separator"
+            )
+        columns = self.columns["label_column"]
+        if len(columns) > 1:  # each is a label, also one without a 1
+            self.learn_classes(train, set(columns), columns, least=1)
+        else:
+            self.learn_classes(train, set().union(*labels), train.class_names.get(self.label_column), least=1)
 
     def targets(self, split):
         """1 for each label that a row has, 0 for each other one (N, C)."""
-        size = (len(split.rows), len(self.classes))
-        if size[0] * size[1] > MOST_YES_AND_NO:
+        count = len(split.rows)
+        labels = len(self.classes)
+        if count * labels > MOST_YES_AND_NO:
             raise UserError(
-                f"{split.label}: {size[0]:,} rows with a yes or no for each of {size[1]:,} labels are more than "
+                f"{split.title}: {count:,} rows with a yes or no for each of {labels:,} labels are more than "
                 f"{MOST_YES_AND_NO:,} of them; give fewer rows, or fewer labels"
             )
-        targets, places = np.zeros(size, dtype=np.int8), {name: place for place, name in enumerate(self.classes)}
+        number_of = {name: number for number, name in enumerate(self.classes)}
+        targets = np.zeros((count, labels), dtype=np.int8)
         for number, row in enumerate(split.rows):
-            targets[number, [places[name] for name in row.label or []]] = 1
+            targets[number, [number_of[name] for name in row.label or []]] = 1
         return targets
 
     def loss(self, logits, labels):
@@ -161,21 +174,25 @@ class MultiLabelClassification(TextTask):
             logits[counts], labels[counts].to(logits.dtype), reduction="sum"
         )
 
-    def know_nothing(self, train, split):
-        return "always the labels of more than half of the training rows", self.always(
-            split, self.targets(train).mean(0) - 0.5
-        )
-
     def metrics(self, split, outputs):
-        return metrics.multilabel_metrics(self.targets(split), (outputs > 0).astype(np.int8))
+        return metrics.multilabel_metrics(self.targets(split), self.predicted(outputs))
+
+    def baseline(self, train, split):
+        shares = self.targets(train).mean(0)
+        found = self.always(split, shares - 0.5)
+        return Baseline("always the labels of more than half of the training rows", found)
+
+    def predicted(self, outputs) -> np.ndarray:
+        """1 for each label that a row is predicted to have, 0 for each other one (N, C)."""
+        return (outputs > 0).astype(np.int8)
 
     def sides(self, split, outputs):
-        return self.targets(split), (outputs > 0).astype(np.int8), self.classes
+        return metrics.Sides(self.targets(split), self.predicted(outputs), self.classes)
 
     def predictions(self, split, outputs):
         chosen = []
-        for row in outputs:
-            chosen.append([name for name, logit in zip(self.classes, row, strict=True) if logit > 0])
+        for logits in outputs:
+            chosen.append([name for name, logit in zip(self.classes, logits, strict=True) if logit > 0])
         return {"prediction": chosen, **metrics.probability_columns(self.classes, outputs, of_each=True)}
 
     def in_csv(self, predicted):
@@ -197,42 +214,53 @@ class Regression(TextTask):
 
     The model learns standardised labels (mean 0, standard deviation 1), so that the rate need not fit their scale.
     `finish` writes mean and deviation into the last layer: the finished model predicts in the labels' units.
+
+    Attributes:
+        mean, deviation: of the labels of the training rows.
     """
 
     problem_type = "regression"
-    learnt = ("mean", "deviation")
+    restored = ("mean", "deviation")
     main_metric = "pearson_spearman_mean"
     metrics_shown = ("pearson", "spearman", "pearson_spearman_mean", "mse", "mae")
 
     def label_in(self, cells, split):
         """The number in a row; raises `ValueError` if there is something else."""
-        value = cells.get(self.label)
-        if not tasks.is_filled(value):
+        value = cells.get(self.label_column)
+        if not is_filled(value):
             return None
         with explained(
-            f"column {self.label!r:.100} holds {value!r:.40}, not a finite number in float32 with a decimal point",
+            f"column {self.label_column!r:.100} holds {value!r:.40}, not a finite number in float32 with a decimal "
+            f"point",
             "write one such as 5.3, or take the row out",
             *(ValueError, TypeError, OverflowError),
         ):
             if "_" in str(value):  # Python's own way to write numbers
                 raise ValueError("it has an underscore")
             number = float(value)
-            refuse_first({f"it is not within ±{LARGEST_NUMBER:.3g}": not abs(number) <= LARGEST_NUMBER})
+            if not abs(number) <= LARGEST_NUMBER:  # NaN is not, either
+                raise UserError(f"it is not within ±{LARGEST_NUMBER:.3g}") from None
             return number
 
     def learn(self, train):
         numbers = np.array([row.label for row in train.rows], dtype=float)
-        self.mean, self.deviation = float(numbers.mean()), float(numbers.std())
+        self.mean = float(numbers.mean())
+        self.deviation = float(numbers.std())
         self.settings["num_labels"] = 1
-        refuse_first(
-            {
-                f"{train.label}: the numbers in column {self.label!r:.100} differ by {self.deviation:.3g} around "
-                f"{self.mean:.9g} (standard deviation, mean), too little for float32, in which models compute; "
-                f"subtract a constant from them, or name another column with --label_column": (
-                    self.deviation <= LEAST_STEPS * np.spacing(np.float32(abs(self.mean)))
-                )
-            }
-        )
+        if self.deviation <= LEAST_STEPS * np.spacing(np.float32(abs(self.mean))):
+            raise UserError(
+                f"{train.title}: the numbers in column {self.label_column!r:.100} differ by {self.deviation:.3g} "
+                f"around {self.mean:.9g} (standard deviation, mean), too little for float32, in which models compute; "
+                f"subtract a constant from them, or name another column with --label_column"
+            )
+
+    def learnt(self):
+        return {**super().learnt(), "mean": self.mean, "deviation": self.deviation}
+
+    def restore(self, learnt):
+        super().restore(learnt)
+        self.mean = learnt["mean"]
+        self.deviation = learnt["deviation"]
 
     def targets(self, split):
         return (np.array([row.label for row in split.rows], dtype=float) - self.mean) / self.deviation
@@ -240,11 +268,8 @@ class Regression(TextTask):
     def loss(self, logits, labels):
         return ((logits[:, 0] - labels)[labels != -100] ** 2).sum()
 
-    def know_nothing(self, train, split):
-        return "always the mean of the training labels", self.always(split, [self.mean])
-
-    def rescaled(self, outputs):
-        return outputs.astype(np.float64) * self.deviation + self.mean
+    def rescaled(self, logits):
+        return logits.astype(np.float64) * self.deviation + self.mean
 
     @torch.no_grad()
     def finish(self, model):
@@ -255,6 +280,9 @@ class Regression(TextTask):
 
     def metrics(self, split, outputs):
         return metrics.number_metrics([row.label for row in split.rows], outputs[:, 0])
+
+    def baseline(self, train, split):
+        return Baseline("always the mean of the training labels", self.always(split, [self.mean]))
 
     def predictions(self, split, outputs):
         return {"prediction": [float(f"{value:.9g}") for value in outputs[:, 0]]}

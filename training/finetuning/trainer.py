@@ -1,6 +1,5 @@
-"""The tasks by their names; the encoder that a run starts from, with a fresh head; `Trainer`, and its checkpoints."""
+"""`Trainer`, its arguments, and its checkpoints."""
 
-import copy
 import datetime
 import logging
 import time
@@ -9,41 +8,19 @@ from typing import NotRequired, TypedDict
 
 import torch
 import transformers
-from accelerate.state import AcceleratorState
-from transformers.utils import hub
 
 from d2l_bert import folders
-from d2l_bert.messages import UserError, reading_model, refuse_first
-from d2l_bert.model_cards.figures import shown_metric
-from d2l_bert.modeling import conversion, loading
+from d2l_bert.messages import UserError
 from d2l_bert.records import read_record
 from d2l_bert.training.checkpoint import WEIGHTS_FILE, check_hashes, checkpoints, delete, hashes_of, versions
-from d2l_bert.training.finetuning import multiple_choice, question_answering, text_classification, token_classification
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.metrics import LOWER_IS_BETTER
+from d2l_bert.training.finetuning.metrics import LOWER_IS_BETTER, shown
+from d2l_bert.training.finetuning.outputs import make_collator
 from d2l_bert.training.finetuning.tasks import Task
 
 
 logger = logging.getLogger(__name__)
 
-# A line for each name in `config.TASKS`.
-CLASSES = {
-    "text-classification": text_classification.TextClassification,
-    "multi_label_classification": text_classification.MultiLabelClassification,
-    "regression": text_classification.Regression,
-    "token-classification": token_classification.TokenClassification,
-    "question-answering": question_answering.QuestionAnswering,
-    "multiple-choice": multiple_choice.MultipleChoice,
-}
-
-# Dropout for fine-tuning if the model was pretrained without: BERT's (Devlin et al., 2018, appendix A.2).
-DROPOUT = 0.1
-
-# The names of the dropout rates in the configurations of Transformers' encoders, the usual name first.
-DROPOUT_FIELDS = {
-    "hidden_dropout_prob": ("hidden_dropout_prob", "dropout"),
-    "attention_probs_dropout_prob": ("attention_probs_dropout_prob", "attention_dropout"),
-}
 
 # The options that go to Trainer as they are.
 AS_GIVEN = (
@@ -61,8 +38,10 @@ AS_GIVEN = (
     "eval_steps",
 )
 
+
 # Written into a checkpoint after all its other files. A checkpoint without this file is never resumed from.
 COMPLETE_FILE = "complete"
+
 
 # Of a checkpoint: Trainer's own record.
 STATE_FILE = "trainer_state.json"
@@ -81,94 +60,6 @@ class Best(TypedDict):
     best_global_step: NotRequired[int | None]
 
 
-def read_start(
-    config: FinetuneConfig, task: Task
-) -> tuple[transformers.PreTrainedConfig, str | None, transformers.PreTrainedTokenizerBase, dict[str, float], int]:
-    """
-    Read the configuration and the tokenizer of the model, set the dropout, and try to load the weights.
-
-    Returns:
-        The configuration, with the dropout of the run; the commit of a model on the Hub, None for a folder; the
-        tokenizer; the dropout rates, by the names of `DROPOUT_FIELDS`; and the most tokens of a row.
-
-    Raises:
-        UserError: there is no such model, the model has no tokenizer, its class has no head for the task, its weights
-            cannot be used, or an option does not fit the model.
-    """
-    with reading_model(config.model):
-        model_config, tokenizer = loading.read_parts(getattr(transformers, task.auto_class), config.model)
-    on_hub = None if Path(config.model).exists() else hub.cached_file(config.model, "config.json")
-    revision = on_hub and hub.extract_commit_hash(on_hub, None)
-    dropout = {}
-    for option, names in DROPOUT_FIELDS.items():
-        field, given = next((name for name in names if hasattr(model_config, name)), None), getattr(config, option)
-        refuse_first(
-            {
-                f"{option}: a {model_config.model_type} model has no such dropout; leave {option} out": (
-                    field is None and given is not None
-                )
-            }
-        )
-        if field is not None:
-            dropout[option] = (getattr(model_config, field) or DROPOUT) if given is None else given
-            setattr(model_config, field, dropout[option])
-    wanted, most = config.max_seq_length, conversion.longest_input(make_model(model_config, revision, task), tokenizer)
-    refuse_first(
-        {f"max_seq_length ({wanted}) is beyond the model's positions ({most}); lower it": wanted and wanted > most}
-    )
-    return model_config, revision, tokenizer, dropout, min(wanted or task.default_length, most)
-
-
-@torch.no_grad()
-def make_model(start: transformers.PreTrainedConfig, revision: str | None, task: Task) -> transformers.PreTrainedModel:
-    """
-    The model with a fresh head for the labels that `task` has learnt, in float32, in training mode.
-
-    PyTorch's global generator draws the fresh weights; with the option `from_scratch` all weights.
-
-    Args:
-        start, revision: the configuration and the commit of the model to start from, of `read_start`.
-
-    Raises:
-        UserError: the weights cannot be loaded, or the encoder's weights are not complete or not finite.
-    """
-    auto_class, name = getattr(transformers, task.auto_class), task.config.model
-    config = copy.deepcopy(start)
-    config.update(task.settings)
-    if task.config.from_scratch:
-        return auto_class.from_config(config, dtype=torch.float32).train()
-    with reading_model(name):
-        model, missing, _ = conversion.load_and_compare(
-            auto_class,
-            name,
-            config=config,
-            dtype=torch.float32,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # of a saved head; those of the encoder are refused below
-            **({"revision": revision} if revision else {}),  # the commit that the card names
-        )
-        encoder = f"{model.base_model_prefix}."
-        refuse_first(
-            {
-                f"it has no weights for {name}, or not in the shape that config.json gives; give a pretrained encoder "
-                f"with its config.json": name.startswith(encoder) and "pooler." not in name
-                for name in sorted(missing)
-            }
-        )
-        head = {name for name, _ in model.named_parameters() if not name.startswith(encoder)}
-        if not head <= missing:  # the saved model has a head of another task: it is drawn anew
-            for path, module in model.named_modules():
-                if path and path.partition(".")[0] != model.base_model_prefix:
-                    for parameter in module.parameters(recurse=False):
-                        parameter._is_hf_initialized = False  # Transformers leaves weights with this mark as they are
-                    model._init_weights(module)
-    return model.train()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Trainer
-
-
 def default_rate(hidden_size: int) -> float:
     """
     The rate if `learning_rate` is not given.
@@ -176,30 +67,42 @@ def default_rate(hidden_size: int) -> float:
     BERT's authors tried 2e-5 to 5e-5 for BERT-base and larger (Devlin et al., 2018, appendix A.3), and 3e-5 to 3e-4
     for the miniatures (https://github.com/google-research/bert); Mosbach et al. (2021) advise 2e-5 with warm-up.
     """
-    return next((rate for size, rate in ((256, 3e-4), (512, 1e-4), (768, 5e-5)) if hidden_size < size), 2e-5)
+    for size, rate in ((256, 3e-4), (512, 1e-4), (768, 5e-5)):
+        if hidden_size < size:
+            return rate
+    return 2e-5
 
 
-def make_arguments(task: Task, folder: Path, rate: float, seed: int, processes: int) -> transformers.TrainingArguments:
+def warmup_steps(config: FinetuneConfig) -> float:
+    """The steps of the warm-up; below 1 a share of all steps."""
+    if config.warmup_steps is not None:
+        return config.warmup_steps
+    return 0.1 if config.warmup_ratio is None else config.warmup_ratio
+
+
+def make_arguments(
+    task: Task, folder: Path, rate: float, seed: int, process_count: int
+) -> transformers.TrainingArguments:
     """
     Trainer's arguments for one model of a run.
 
     Args:
         folder: for the checkpoints of this model.
         rate, seed: of this model.
-        processes: how many processes train.
+        process_count: how many processes train.
     """
-    config, metric = task.config, task.metric()
+    config = task.config
+    metric = task.metric()
     strategy = "steps" if config.eval_steps else "epoch"
     arguments = transformers.TrainingArguments(
         **{name: getattr(config, name) for name in AS_GIVEN},
         output_dir=str(folder),
         run_name=folder.name,
-        per_device_train_batch_size=config.per_device_train_batch_size or max(1, 32 // processes),
+        per_device_train_batch_size=config.per_device_train_batch_size or max(1, 32 // process_count),
         num_train_epochs=config.num_train_epochs or 4.0,
         max_steps=config.max_steps or -1,
         learning_rate=rate,
-        # Below 1 a share of the steps.
-        warmup_steps=next(n for n in (config.warmup_steps, config.warmup_ratio, 0.1) if n is not None),
+        warmup_steps=warmup_steps(config),
         seed=seed,
         data_seed=seed,
         use_cpu=not (torch.cuda.is_available() or torch.backends.mps.is_available()),
@@ -235,10 +138,7 @@ class TaskTrainer(transformers.Trainer):
     loss_is_scaled_for_ga = True
 
     def __init__(self, task: Task, model, arguments: transformers.TrainingArguments, tokenizer, **options):
-        # Rows are padded to a multiple of 8, as GPUs want them, unless the last one is beyond the model's positions.
-        multiple = 8 if conversion.longest_input(model, tokenizer) % 8 == 0 else None  # without a limit, too
-        collator = task.collator(tokenizer, pad_to_multiple_of=multiple)
-        super().__init__(model, arguments, data_collator=collator, **options)
+        super().__init__(model, arguments, data_collator=make_collator(task, model, tokenizer), **options)
         self.task = task
         self.remove_callback(transformers.PrinterCallback)  # which Trainer adds where it has no bar
 
@@ -247,9 +147,11 @@ class TaskTrainer(transformers.Trainer):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.accelerator.gradient_state.end_of_dataloader:
             # Accelerate fills the last batches with rows of the epoch's beginning: these do not count.
-            together = self.args.train_batch_size * self.args.world_size
-            left = len(self.train_dataset) % together or together
-            batches[-1]["labels"][max(0, left - self.args.train_batch_size * self.args.process_index) :] = -100
+            of_process = self.args.train_batch_size
+            of_all = of_process * self.args.world_size
+            left = len(self.train_dataset) % of_all or of_all
+            own = max(0, left - of_process * self.args.process_index)
+            batches[-1]["labels"][own:] = -100
         count = sum((batch["labels"] != -100).sum() for batch in batches)
         return batches, self.accelerator.reduce(count.to(device))
 
@@ -260,24 +162,6 @@ class TaskTrainer(transformers.Trainer):
         # The processes' gradients are averaged, and are to be added up.
         loss = self.task.loss(logits, labels) * self.args.world_size / (num_items_in_batch or 1)
         return (loss, {"logits": logits}) if return_outputs else loss
-
-
-def predict(task, model, arguments: transformers.TrainingArguments, tokenizer, split):
-    """
-    What `Trainer.predict` gives for the features of a split.
-
-    Computed in float32 after a training in bf16 or fp16, too, as users of the finished model load it.
-    """
-    AcceleratorState._reset_state()  # the training may have had another precision
-    arguments.mixed_precision, arguments.report_to = "no", []  # a tracker would begin a run of its own
-    return TaskTrainer(task, model, arguments, tokenizer, eval_dataset=[]).predict(split.features)
-
-
-def figures(task: Task, split, output) -> dict[str, float]:
-    """The mean loss over the labels of a split, in float64, and the task's metrics; `output` is that of `Trainer`."""
-    logits, labels = torch.from_numpy(output.predictions).double(), torch.from_numpy(output.label_ids)
-    loss = task.loss(logits, labels) / (labels != -100).sum()
-    return {"loss": loss.item(), **task.metrics(split, task.rescaled(output.predictions))}
 
 
 class Bar(transformers.ProgressCallback):
@@ -311,15 +195,17 @@ class Checkpoints(transformers.TrainerCallback):
             state.best_model_checkpoint = str(Path(args.output_dir, f"checkpoint-{state.best_global_step}"))
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        name, loss = args.metric_for_best_model.removeprefix("eval_"), metrics["eval_loss"]
-        value, losses = metrics[f"eval_{name}"], {row["step"]: row.get("eval_loss") for row in state.log_history}
+        name = args.metric_for_best_model.removeprefix("eval_")
+        value = metrics[f"eval_{name}"]
+        loss = metrics["eval_loss"]
+        losses = {row["step"]: row.get("eval_loss") for row in state.log_history}
         if value == state.best_metric and loss < losses[state.best_global_step]:
             state.best_metric = None  # Trainer compares after this, and takes the first value for the best
-        chooses = f", {name} {shown_metric(name, value)}" if name != "loss" else ""
+        chooses = f", {name} {shown(name, value)}" if name != "loss" else ""
+        left = self.seconds() * (state.max_steps / state.global_step - 1)
         logger.info(
             f"{args.run_name}: epoch {state.epoch:.3g}, step {state.global_step}/{state.max_steps}: "
-            f"validation loss {loss:.4f}{chooses}; "
-            f"{datetime.timedelta(seconds=round(self.seconds() * (state.max_steps / state.global_step - 1)))} left"
+            f"validation loss {loss:.4f}{chooses}; {datetime.timedelta(seconds=round(left))} left"
         )
 
     def on_save(self, args, state, control, **kwargs):
@@ -339,7 +225,8 @@ def last_checkpoint(folder: Path) -> tuple[str | None, float]:
 
     Later ones, which the training makes again, are deleted. Of damaged ones a warning is logged.
     """
-    paths, damaged = checkpoints(folder), False
+    paths = checkpoints(folder)
+    damaged = False
     while paths:
         path = paths[-1]
         try:

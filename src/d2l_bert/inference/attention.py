@@ -47,16 +47,8 @@ def attention_figure(
 
     model, tokenizer = loading.load_encoder(name, attn_implementation="eager")
     tokens, border, weights = attention_of(name, model, tokenizer, first, second)
-    asked_for = [("layer", layer, len(weights)), ("head", head, len(weights[0]))]
-    messages.refuse_first(
-        {
-            f"{what} {number}: {name} has {messages.counted(count, what)}; give one from 1 to {count}": (
-                number and number > count
-            )
-            for what, number, count in asked_for
-        }
-    )
-    layers, heads = ([number - 1] if number else range(count) for _, number, count in asked_for)
+    layers = _chosen("layer", layer, weights.shape[0], name)
+    heads = _chosen("head", head, weights.shape[1], name)
     # A panel for each head in a row; of one layer or one head alone as many as make a compact picture.
     panels = len(layers) * len(heads)
     columns = len(heads) if min(len(layers), len(heads)) > 1 else math.ceil(math.sqrt(panels))
@@ -67,7 +59,7 @@ def attention_figure(
     figure = Figure(size, dpi=min(120, 8000 / max(size)), layout="constrained")  # of 8,000 pixels at most
     families, missing = _fonts_for("".join(tokens))
     are_too_many = len(tokens) * max(columns, rows) > MOST_TOKENS_ACROSS
-    unseen = dict.fromkeys(map(ord, missing), UNSEEN)
+    unseen = {ord(character): UNSEEN for character in missing}
     labels = [] if are_too_many else [token.translate(unseen) for token in tokens]
     most = weights[np.ix_(layers, heads)].max()
     for number, (of_layer, of_head) in enumerate(itertools.product(layers, heads), 1):
@@ -89,12 +81,23 @@ def attention_figure(
     figure.colorbar(
         image, ax=figure.axes, shrink=0.7, format="{x:.0%}", label="attention weight (a row sums to 100 %)"
     )
-    said = {
-        f"attention of {messages.counted(panels, 'head')} over {len(tokens)} tokens": True,
-        "there are too many tokens to write them: --layer and --head enlarge a part": are_too_many,
-        f"no font here has {missing}, which the picture shows as {UNSEEN}": missing and labels,
-    }
-    return figure, "; ".join(line for line, holds in said.items() if holds)
+    said = [f"attention of {messages.counted(panels, 'head')} over {len(tokens)} tokens"]
+    if are_too_many:
+        said.append("there are too many tokens to write them: --layer and --head enlarge a part")
+    elif missing:
+        said.append(f"no font here has {missing}, which the picture shows as {UNSEEN}")
+    return figure, "; ".join(said)
+
+
+def _chosen(what, number, count, name):
+    """The places from 0 of the layers or heads to draw: the one of this number from 1, or all for None or 0."""
+    if not number:
+        return range(count)
+    if number > count:
+        raise messages.UserError(
+            f"{what} {number}: {name} has {messages.counted(count, what)}; give one from 1 to {count}"
+        )
+    return [number - 1]
 
 
 def attention_of(
@@ -118,12 +121,10 @@ def attention_of(
     with torch.inference_mode():
         outputs = model(**encoded, output_attentions=True)
     weights = [layer for layer in outputs.get("attentions") or () if layer is not None]
-    messages.refuse_first(
-        {
-            f"{name}: a {model.config.model_type} model gives no attention weights of all tokens; give another "
-            f"encoder": len({layer.shape for layer in weights}) != 1
-        }
-    )
+    if len({layer.shape for layer in weights}) != 1:
+        raise messages.UserError(
+            f"{name}: a {model.config.model_type} model gives no attention weights of all tokens; give another encoder"
+        )
     of_second = (place for place, text in enumerate(encoded.sequence_ids(0)) if text == 1)
     tokens = tokenizer.convert_ids_to_tokens(encoded["input_ids"][0].tolist())
     return tokens, next(of_second, 0), torch.cat(weights).numpy()
@@ -137,10 +138,12 @@ def encoded_text(name: str, model, tokenizer, first: str, second: str | None = N
         UserError: they are too long for the model.
     """
     encoded = tokenizer(first, second or None, return_tensors="pt", verbose=False)  # it would warn of a long text
-    count, limit = encoded["input_ids"].shape[1], conversion.longest_input(model, tokenizer)
-    messages.refuse_first(
-        {f"{name}: {count} tokens, {count - limit} more than the model reads ({limit}); give less text": count > limit}
-    )
+    count = encoded["input_ids"].shape[1]
+    limit = conversion.longest_input(model, tokenizer)
+    if count > limit:
+        raise messages.UserError(
+            f"{name}: {count} tokens, {count - limit} more than the model reads ({limit}); give less text"
+        )
     if getattr(model.config, "type_vocab_size", 2) < 2:
         encoded.pop("token_type_ids", None)  # the tokenizer may number two segments where the model knows one
     return encoded
@@ -167,7 +170,8 @@ def compare_word(name: str, word: str, first: str, second: str | None) -> str:
         UserError: there is no second text, the model is refused, the word is not in both texts, the tokenizer makes no
             token of it, or a text is too long.
     """
-    messages.refuse_first({f"word {word!r} is compared in two texts; give TEXT_B too": second is None})
+    if second is None:
+        raise messages.UserError(f"word {word!r} is compared in two texts; give TEXT_B too")
     model, tokenizer = loading.load_encoder(name)
     # A word of letters is not found inside a longer word; a full stop may stand behind a letter.
     pattern = re.compile(rf"(?!\B\w){re.escape(word)}(?<!\w\B)", re.IGNORECASE)
@@ -176,13 +180,12 @@ def compare_word(name: str, word: str, first: str, second: str | None) -> str:
     for letter, text in zip("AB", (first, second), strict=True):
         found = pattern.search(text)
         encoded = encoded_text(name, model, tokenizer, text)
-        places = sorted({encoded.char_to_token(place) for place in range(*found.span())} - {None}) if found else []
-        messages.refuse_first(
-            {
+        places = _tokens_at(found, encoded)
+        if not places:
+            raise messages.UserError(
                 f"word {word!r}: is not in {messages.shortened(text, 60)!r}, or the tokenizer makes no token of it; "
-                f"give a word of both texts, as it stands there": not places
-            }
-        )
+                f"give a word of both texts, as it stands there"
+            )
         with torch.inference_mode():
             hidden = torch.cat(model(**encoded, output_hidden_states=True).hidden_states)  # (layers + 1, T, H)
         vectors.append(hidden[:, places].mean(1).double())
@@ -198,18 +201,27 @@ def compare_word(name: str, word: str, first: str, second: str | None) -> str:
     return "\n".join(lines)
 
 
+def _tokens_at(found, encoded):
+    """The places of the tokens in which a match in the text lies, in their order; none without a match."""
+    if not found:
+        return []
+    places = {encoded.char_to_token(place) for place in range(*found.span())}
+    return sorted(places - {None})
+
+
 def _fonts_for(text: str) -> tuple[list[str], str]:
     """The families of fonts to draw a text in, the default first; and the characters that no font has."""
     from matplotlib import font_manager, rcParams
 
     default = font_manager.findfont(font_manager.FontProperties())
-    unseen = {*map(ord, text)} - font_manager.get_font(default).get_charmap().keys()
-    # matplotlib's last resort has a box for every character.
-    others = [
-        (font.name, unseen & font_manager.get_font(font.fname).get_charmap().keys())
-        for font in font_manager.fontManager.ttflist
-        if unseen and not font.name.startswith("Last Resort")
-    ]
-    families = sorted({family for family, characters in others if characters})
-    missing = unseen.difference(*(characters for _, characters in others))
-    return [*rcParams["font.family"], *families], "".join(map(chr, sorted(missing)))
+    unseen = {ord(character) for character in text} - font_manager.get_font(default).get_charmap().keys()
+    families = set()
+    missing = set(unseen)
+    for font in font_manager.fontManager.ttflist if unseen else ():
+        if font.name.startswith("Last Resort"):  # matplotlib's own, with a box for every character
+            continue
+        found = unseen & font_manager.get_font(font.fname).get_charmap().keys()
+        missing -= found
+        if found:
+            families.add(font.name)
+    return [*rcParams["font.family"], *sorted(families)], "".join(chr(number) for number in sorted(missing))

@@ -20,14 +20,15 @@ def filled_masks(model: str, text: str, top_k: int = 5) -> str:
     loaded, tokenizer, _ = load(AutoModelForMaskedLM, model)
     encoded = attention.encoded_text(model, loaded, tokenizer, text)  # refuses a text that is too long
     mask = tokenizer.mask_token
-    messages.refuse_first({f"no {mask} in {text!r}; write {mask} in place of the word to predict": mask not in text})
+    if mask not in text:
+        raise messages.UserError(f"no {mask} in {text!r}; write {mask} in place of the word to predict")
     found = pipeline("fill-mask", model=loaded, tokenizer=tokenizer)(text, top_k=min(top_k, len(tokenizer)))
     masks = found if isinstance(found[0], list) else [found]
-    titles = [f"  mask {number}\n" if len(masks) > 1 else "" for number in range(1, len(masks) + 1)]
-    lines = [
-        title + bars([(entry["token_str"], entry["score"]) for entry in best])
-        for title, best in zip(titles, masks, strict=True)
-    ]
+    lines = []
+    for number, guesses in enumerate(masks, 1):
+        if len(masks) > 1:
+            lines.append(f"  mask {number}")
+        lines.append(bars([(guess["token_str"], guess["score"]) for guess in guesses]))
     if tokenizer.unk_token_id in encoded["input_ids"][0].tolist():
         lines.append(f"  {tokenizer.unk_token} in place of words that the tokenizer does not know")
     return "\n".join(lines)
@@ -47,8 +48,11 @@ def next_sentence(model: str, first: str, second: str) -> str:
     predict = pair_tasks.NextSentencePredictionPipeline(model=loaded, tokenizer=tokenizer)
     labels = dict(zip(loaded.config.id2label.values(), task.labels, strict=True))
     found = predict({"text": first, "text_pair": second}, top_k=None)
-    asked = f"  {task.question}" + ("" if objective == "sop" else "\n  Which of them comes first it does not tell.")
-    return f"{asked}\n{bars([(labels[each['label']], each['score']) for each in found])}"
+    lines = [f"  {task.question}"]
+    if task.key == "nsp":
+        lines.append("  Which of them comes first it does not tell.")
+    lines.append(bars([(labels[each["label"]], each["score"]) for each in found]))
+    return "\n".join(lines)
 
 
 def bars(shares: list[tuple[str, float]]) -> str:
@@ -60,7 +64,11 @@ def bars(shares: list[tuple[str, float]]) -> str:
     """
     if any(math.isnan(share) for _, share in shares):
         raise messages.UserError("what the model computes of this text is not finite; give another model")
-    return "\n".join(f"  {share:6.1%}  {name:<20} {'█' * round(30 * share)}".rstrip() for name, share in shares)
+    lines = []
+    for name, share in shares:
+        bar = "█" * round(30 * share)
+        lines.append(f"  {share:6.1%}  {name:<20} {bar}".rstrip())
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -90,37 +98,42 @@ def make_demo(models: list[str]):
             raise gradio.Error(html.escape(str(error)), duration=None, print_exception=False) from None
         return shown[0] if isinstance(shown, tuple) else f'<pre style="overflow-x: auto">{html.escape(shown)}</pre>'
 
-    first, second = ("A crane is flying.", "It spreads its wings.")
+    def tab(show, *fields):
+        of_model = gradio.Dropdown(models, value=models[0], label="Model", visible=len(models) > 1)
+        is_picture = show is attention.attention_figure
+        return gradio.Interface(
+            functools.partial(answer, show),
+            [of_model, *fields],
+            gradio.Plot(show_label=False) if is_picture else gradio.HTML(),
+            api_name=show.__name__,
+            submit_btn="Show",
+            clear_btn=None,
+            flagging_mode="never",
+        )
+
+    first = "A crane is flying."
     tabs = {
-        "Fill masks": (
+        "Fill masks": tab(
             filled_masks,
             gradio.Textbox("Open the [MASK] and return a file object.", label="Text with [MASK]"),
         ),
-        "Two texts": (next_sentence, gradio.Textbox(first, label="A"), gradio.Textbox(second, label="B")),
-        "Attention": (
+        "Two texts": tab(
+            next_sentence,
+            gradio.Textbox(first, label="A"),
+            gradio.Textbox("It spreads its wings.", label="B"),
+        ),
+        "Attention": tab(
             attention.attention_figure,
             gradio.Textbox(first, label="Text"),
             gradio.Textbox("", label="Second text, if any"),
             gradio.Number(0, label="Layer, 0 for all", minimum=0, precision=0),
             gradio.Number(0, label="Head, 0 for all", minimum=0, precision=0),
         ),
-        "A word in two contexts": (
+        "A word in two contexts": tab(
             attention.compare_word,
             gradio.Textbox("crane", label="Word"),
             gradio.Textbox(first, label="Text"),
             gradio.Textbox("A crane driver came.", label="Another text"),
         ),
     }
-    pages = [
-        gradio.Interface(
-            functools.partial(answer, show),
-            [gradio.Dropdown(models, value=models[0], label="Model", visible=len(models) > 1), *fields],
-            gradio.Plot(show_label=False) if show is attention.attention_figure else gradio.HTML(),
-            api_name=show.__name__,
-            submit_btn="Show",
-            clear_btn=None,
-            flagging_mode="never",
-        )
-        for show, *fields in tabs.values()
-    ]
-    return gradio.TabbedInterface(pages, list(tabs), title="d2l-bert")
+    return gradio.TabbedInterface(list(tabs.values()), list(tabs), title="d2l-bert")

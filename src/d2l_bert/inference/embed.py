@@ -2,9 +2,8 @@
 
 import contextlib
 import logging
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +14,8 @@ import torch
 from d2l_bert import folders, messages
 from d2l_bert.inference.config import EmbedConfig
 from d2l_bert.modeling import conversion, loading
-from d2l_bert.tokenization import account, long_texts, rules, sources, tables
-from d2l_bert.tokenization.division import grouped
+from d2l_bert.tokenization import coverage, files, long_texts, rules, tables
+from d2l_bert.tokenization.text_layout import grouped
 
 
 logger = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
 
     Args:
         name: the model, a folder or an id on the Hub; any encoder of Transformers.
-        file: as in `sources.lines_and_cells`. Vectors that it has are taken as they are.
+        file: as in `files.lines_and_cells`. Vectors that it has are taken as they are.
 
     Returns:
         A message: what was written, and for each text the nearest lines, nearest first, with their cosine (`evened`)
@@ -58,94 +57,208 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
         UserError: an option, the model, the file or the output is refused; no line has a text. No file is left.
     """
     config.check()
-    source = "standard input" if file == sources.STDIN else file
-    all_rows = sources.lines_and_cells(file, config.text_column, config.separator)
+    source = "standard input" if file == files.STDIN else file
+    all_rows = files.lines_and_cells(file, config.text_column, config.separator)
     tables.check_separator(config.separator, [Path(file)])
+    encoder = load_line_encoder(name, config)
+    nearest = Nearest(encoder, config.nearest, config.top_k)
+    counts = Counts()
+    columns = None
+    size = encoder.model.config.hidden_size
+    with vector_file(Path(config.output), size) if config.output else contextlib.nullcontext() as append:
+        groups = grouped(all_rows, lambda row: max(len(row[0]), 256), GROUP_CHARACTERS)
+        for rows in messages.with_progress(groups, f"embedding {source}", documents_in=len, unit="line"):
+            lines = [line for line, _ in rows]
+            cells = [of_row for _, of_row in rows]
+            if config.output and Path(config.output).suffix != ".npy":
+                columns = columns_of(cells, config.output, columns.schema if columns else None)
+            encodings = encoder.encode(lines)
+            if VECTOR in cells[0]:
+                vectors = known_vectors(cells, encodings, encoder, source, counts.lines + 1)
+            else:
+                vectors = encoder.vectors_of(encodings)
+            if config.output:
+                append(columns, vectors.numpy())
+            if config.nearest:
+                nearest.add(lines, vectors, counts.lines + 1)
+            counts.add(lines, encodings, encoder)
+        if not counts.lines:
+            raise messages.UserError(f"{source}: no line; give texts")
+        if not counts.characters:
+            raise messages.UserError(f"{source}: no text but {counts.lines:,} empty lines; give texts")
+    if any(query.overflowing for query in nearest.queries):
+        logger.warning(f"nearest: a text is cut off after {encoder.limit:,} tokens")
+    for line in counts.losses(encoder.limit):
+        logger.warning(line)
+    said = nearest.found_lines()
+    if config.output:
+        said.insert(0, f"{config.output}: {counts.lines:,} vectors of {size:,} numbers, one for each line")
+    return "\n".join(said)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The steps for a group of lines
+
+
+@dataclass(frozen=True)
+class LineEncoder:
+    """
+    A model and its tokenizer, for lines.
+
+    Args:
+        limit: the most tokens of a line.
+        plain: the tokenizer without a limit.
+        config: how vectors are made.
+    """
+
+    model: object
+    tokenizer: object
+    limit: int
+    plain: object
+    config: EmbedConfig
+
+    def encode(self, lines: list[str]) -> list:
+        """A `tokenizers.Encoding` of each line, cut to the limit. Of a long line only the part that counts is read."""
+        if self.tokenizer.truncation_side == "left":
+            read = [long_texts.ending_of(line) for line in lines]
+        else:
+            read = [long_texts.beginning_of(line, self.limit, self.plain) for line in lines]
+        return self.tokenizer.backend_tokenizer.encode_batch_fast(read)
+
+    def vectors_of(self, encodings: list) -> torch.Tensor:
+        """As the function of this name."""
+        return vectors_of(encodings, self.model, self.tokenizer, self.config)
+
+
+def load_line_encoder(name: str, config: EmbedConfig) -> LineEncoder:
+    """
+    Load a model on the accelerator, if there is one.
+
+    Raises:
+        UserError: the model is refused, or it reads fewer tokens than `max_seq_length`.
+    """
     model, tokenizer = loading.load_encoder(name)
     most = conversion.longest_input(model, tokenizer)
     limit = config.max_seq_length or most
-    messages.refuse_first({f"max_seq_length {limit}: the model reads {most} tokens at most; lower it": limit > most})
+    if limit > most:
+        raise messages.UserError(f"max_seq_length {limit}: the model reads {most} tokens at most; lower it")
     model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
-    size = model.config.hidden_size
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
     plain = long_texts.without_limits(backend)
     backend.enable_truncation(limit, direction=tokenizer.truncation_side)
-    totals, even, kept = Counter(), None, None
-    nearest = [[] for _ in config.nearest]
-    queries = backend.encode_batch(config.nearest)
-    wanted = vectors_of(queries, model, tokenizer, config)
-    with vector_file(Path(config.output), size) if config.output else contextlib.nullcontext() as append:
-        groups = grouped(all_rows, lambda row: max(len(row[0]), 256), GROUP_CHARACTERS)
-        for rows in messages.with_progress(groups, f"embedding {source}", documents_in=len, unit="line"):
-            lines, cells = zip(*rows, strict=True)
-            if config.output and Path(config.output).suffix != ".npy":
-                kept = columns_of(cells, config.output, kept.schema if kept else None)
-            if tokenizer.truncation_side == "left":
-                read = [long_texts.ending_of(line) for line in lines]
-            else:
-                read = [long_texts.beginning_of(line, limit, plain) for line in lines]
-            encodings = backend.encode_batch_fast(read)
-            has_vectors = VECTOR in cells[0]
-            compared = np.unique(np.linspace(0, len(lines) - 1, COMPARED).astype(int)).tolist()
-            computed = [encodings[number] for number in compared] if has_vectors else encodings
-            vectors = vectors_of(computed, model, tokenizer, config)
-            if has_vectors:
-                ours = vectors
-                numbered = enumerate(cells, totals["lines"] + 1)
-                vectors = torch.stack([_vector_in(row, size, f"{source}: row {number:,}") for number, row in numbered])
-                is_same = torch.allclose(vectors[compared], ours, 1e-2, 1e-3)
-                messages.refuse_first(
-                    {
-                        f"{source}: has vectors already; leave output out": config.output,
-                        f"{source}: its vectors are of another model, or of other options than these; give those that "
-                        f"made them": not is_same,
-                    }
-                )
-            if config.output:
-                append(kept, vectors.numpy())
-            if config.nearest:
-                even = even or evened(vectors[[bool(line.strip()) for line in lines]])
-                vectors = even(vectors)
-            for found, query in zip(nearest, even(wanted) if even else [], strict=True):
-                negative = (-torch.cosine_similarity(vectors, query)).tolist()  # the largest cosine comes first
-                new = zip(negative, range(totals["lines"] + 1, sys.maxsize), lines, strict=False)
-                found[:] = sorted([*found, *(each for each in new if each[2].strip())])[: config.top_k]
-            totals.update(
-                lines=len(lines),
-                empty=sum(not line.strip() for line in lines),
-                characters=len("".join("".join(lines).split())),
-                unknown=(
-                    account.account_of(rules.count_words(lines), tokenizer)["unknown_characters"]
-                    if any(tokenizer.unk_token_id in encoding.ids for encoding in encodings)
-                    else 0
-                ),
-                cut=sum(
-                    (len(encoding) == limit and bool(encoding.overflowing)) or len(line) > long_texts.MOST_CHARACTERS
-                    for line, encoding in zip(lines, encodings, strict=True)
-                ),
-            )
-        messages.refuse_first(
-            {
-                f"{source}: no line; give texts": not totals["lines"],
-                f"{source}: no text but {totals['lines']:,} empty lines; give texts": not totals["characters"],
-            }
+    return LineEncoder(model, tokenizer, limit, plain, config)
+
+
+def known_vectors(cells: list[dict], encodings: list, encoder: LineEncoder, source: str, first: int) -> torch.Tensor:
+    """
+    The vectors (n, H) that the rows of a table have already. Some are compared with those that the model computes.
+
+    Args:
+        first: the number of the first row, for messages.
+
+    Raises:
+        UserError: a row has no vector of the model's size, or they are of another model or of other options, or are to
+            be written again.
+    """
+    compared = np.unique(np.linspace(0, len(cells) - 1, COMPARED).astype(int)).tolist()
+    ours = encoder.vectors_of([encodings[number] for number in compared])
+    size = encoder.model.config.hidden_size
+    found = [_vector_in(row, size, f"{source}: row {number:,}") for number, row in enumerate(cells, first)]
+    vectors = torch.stack(found)
+    if encoder.config.output:
+        raise messages.UserError(f"{source}: has vectors already; leave output out")
+    if not torch.allclose(vectors[compared], ours, 1e-2, 1e-3):
+        raise messages.UserError(
+            f"{source}: its vectors are of another model, or of other options than these; give those that made them"
         )
-    lost = {
-        f"nearest: a text is cut off after {limit:,} tokens": any(query.overflowing for query in queries),
-        f"cut off: what is beyond {limit:,} tokens, in {totals['cut']:,} of {totals['lines']:,} lines": totals["cut"],
-        f"{totals['unknown'] / totals['characters']:.1%} of the characters are unknown to the tokenizer: they are "
-        f"[UNK]": totals["unknown"],
-        f"empty lines: {totals['empty']:,}; each has the vector of a text without words": totals["empty"],
-    }
-    for line in filter(lost.get, lost):
-        logger.warning(line)
-    written = f"{config.output}: {totals['lines']:,} vectors of {size:,} numbers, one for each line"
-    said = [written] if config.output else []
-    for text, found in zip(config.nearest, nearest, strict=True):
-        said += [f"nearest to {messages.shortened(text, 160)}:"] if len(nearest) > 1 else []
-        said += [f"  {-cos:7.4f}  line {number:,}  {messages.shortened(line, 160)}" for cos, number, line in found]
-    return "\n".join(said)
+    return vectors
+
+
+class Nearest:
+    """
+    The lines whose vectors are nearest to those of texts, over groups of lines.
+
+    Args:
+        texts: the texts to compare with; there may be none.
+        top_k: how many lines to keep for each.
+    """
+
+    def __init__(self, encoder: LineEncoder, texts: list[str], top_k: int):
+        self.texts = texts
+        self.top_k = top_k
+        self.queries = encoder.tokenizer.backend_tokenizer.encode_batch(texts)
+        self.wanted = encoder.vectors_of(self.queries)
+        self.even = None  # as of `evened`, from the first group on
+        self.best = [[] for _ in texts]  # of each text: the negative cosine, the number and the line, nearest first
+
+    def add(self, lines: list[str], vectors: torch.Tensor, first: int) -> None:
+        """
+        Compare a group of lines.
+
+        Args:
+            vectors: of the lines (n, H).
+            first: the number of the first line.
+        """
+        has_text = [bool(line.strip()) for line in lines]
+        if self.even is None:
+            self.even = evened(vectors[has_text])
+        vectors = self.even(vectors)
+        for place, query in enumerate(self.even(self.wanted)):
+            negative = (-torch.cosine_similarity(vectors, query)).tolist()  # the largest cosine comes first
+            numbered = zip(negative, range(first, first + len(lines)), lines, strict=True)
+            new = [each for each, is_text in zip(numbered, has_text, strict=True) if is_text]
+            self.best[place] = sorted([*self.best[place], *new])[: self.top_k]
+
+    def found_lines(self) -> list[str]:
+        """For people: the nearest lines, with cosine and number, below the text if there are several."""
+        said = []
+        for text, best in zip(self.texts, self.best, strict=True):
+            if len(self.texts) > 1:
+                said.append(f"nearest to {messages.shortened(text, 160)}:")
+            for negative, number, line in best:
+                said.append(f"  {-negative:7.4f}  line {number:,}  {messages.shortened(line, 160)}")
+        return said
+
+
+@dataclass
+class Counts:
+    """Over groups of lines: how many there are, what is lost of them, and their characters without white space."""
+
+    lines: int = 0
+    empty: int = 0
+    characters: int = 0
+    unknown: int = 0
+    cut: int = 0
+
+    def add(self, lines: list[str], encodings: list, encoder: LineEncoder) -> None:
+        """Count a group of lines."""
+        self.lines += len(lines)
+        for line, encoding in zip(lines, encodings, strict=True):
+            is_full = len(encoding) == encoder.limit and bool(encoding.overflowing)
+            self.cut += is_full or len(line) > long_texts.MOST_CHARACTERS
+            self.empty += not line.strip()
+            self.characters += len("".join(line.split()))
+        unknown_id = encoder.tokenizer.unk_token_id
+        if any(unknown_id in encoding.ids for encoding in encodings):
+            of_lines = coverage.coverage_of(rules.count_words(lines), encoder.tokenizer)
+            self.unknown += of_lines["unknown_characters"]
+
+    def losses(self, limit: int) -> list[str]:
+        """A sentence for each kind of loss."""
+        said = []
+        if self.cut:
+            said.append(f"cut off: what is beyond {limit:,} tokens, in {self.cut:,} of {self.lines:,} lines")
+        if self.unknown:
+            share = self.unknown / self.characters
+            said.append(f"{share:.1%} of the characters are unknown to the tokenizer: they are [UNK]")
+        if self.empty:
+            said.append(f"empty lines: {self.empty:,}; each has the vector of a text without words")
+        return said
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Vectors
 
 
 def evened(vectors: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -187,7 +300,9 @@ def vectors_of(encodings: list, model, tokenizer, config: EmbedConfig) -> torch.
     order = np.argsort(-lengths, kind="stable")  # the longest first: out of memory shows at once
     vectors = torch.empty(len(encodings), model.config.hidden_size, device=model.device)
     while len(order):
-        lines, order = np.split(order, [max(1, batch_tokens // max(1, lengths[order[0]]))])
+        count = max(1, batch_tokens // max(1, lengths[order[0]]))
+        lines = order[:count]
+        order = order[count:]
         rows = {"input_ids": [encodings[line].ids for line in lines]}
         batch = tokenizer.pad(rows, padding_side="right", return_attention_mask=True, return_tensors="pt")
         batch = batch.to(model.device)
@@ -204,7 +319,9 @@ def _vector_in(row: dict, size: int, place: str) -> torch.Tensor:
     with messages.explained(
         f"{place}: column {VECTOR!r} holds no vectors of {size} finite numbers, as those of this model are",
         "rename the column, or compute the vector anew",
-        *(ValueError, TypeError, OverflowError),
+        ValueError,
+        TypeError,
+        OverflowError,
     ):
         vector = torch.tensor(row.get(VECTOR), dtype=torch.float32)
         if vector.shape != (size,) or not vector.isfinite().all():
@@ -225,16 +342,23 @@ def columns_of(cells: Sequence[dict], output: str, schema: pa.Schema | None) -> 
     """
     with messages.explained(output, "give the rows the same names, or give --output FILE.npy", ValueError):
         tables.check_names(cells)
-    names = dict.fromkeys(name for row in [schema.names if schema else [], *cells] for name in row)
-    columns = {name: [row.get(name) for row in cells] for name in names if name != VECTOR}
+    names = dict.fromkeys(schema.names if schema else [])  # in the order in which they come
+    for row in cells:
+        names |= dict.fromkeys(row)
+    columns = {}
+    for name in names:
+        if name != VECTOR:
+            columns[name] = [row.get(name) for row in cells]
     with messages.explained(
         f"{output}: a column holds values of several kinds, or begins after the first rows, or has empty objects",
         "make rows alike, or give --output FILE.npy",
-        *(pa.ArrowException, OverflowError, KeyError),
+        pa.ArrowException,
+        OverflowError,
+        KeyError,
     ):
         table = pa.table(columns)
         if schema:  # unlike a schema for the conversion, a cast changes no number in silence
-            return table.cast(pa.schema(map(schema.field, columns)))
+            return table.cast(pa.schema([schema.field(name) for name in columns]))
         pq.write_table(table.schema.empty_table(), pa.BufferOutputStream())  # not every kind has a form in Parquet
         return table
 

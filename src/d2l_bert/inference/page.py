@@ -48,20 +48,14 @@ def write_page(exported: Path, name: str, folder: Path) -> None:
         UserError: the model is for another task than those of `PAGE_TASKS`, or has more than one class for a text.
     """
     metrics = read_record(exported / "metrics.json", allow_nan=True)
-    task, problem = metrics["export"]["task"], read_record(exported / "config.json").get("problem_type")
-    messages.refuse_first(
-        {
-            f"a page shows {' or '.join(PAGE_TASKS)}, not {task}; leave --page out": task not in PAGE_TASKS,
-            "a page shows one class of several, not numbers or several labels; leave --page out": (
-                problem in ("regression", "multi_label_classification")
-            ),
-        }
-    )
+    task = metrics["export"]["task"]
+    if task not in PAGE_TASKS:
+        raise messages.UserError(f"a page shows {' or '.join(PAGE_TASKS)}, not {task}; leave --page out")
+    if read_record(exported / "config.json").get("problem_type") in ("regression", "multi_label_classification"):
+        raise messages.UserError("a page shows one class of several, not numbers or several labels; leave --page out")
     for file in ("config.json", "tokenizer.json", "tokenizer_config.json", INT8):
         (folder / "model" / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(exported / file, folder / "model" / file)
     examples = [example["text"] for example in metrics.get("predictions", [])] or ["Paris is the [MASK] of France."]
-    folders.write_json(
-        folder / "page.json",
-        {"name": name, "task": task, "text": min(examples, key=len) if task == "fill-mask" else ""},
-    )
+    text = min(examples, key=len) if task == "fill-mask" else ""
+    folders.write_json(folder / "page.json", {"name": name, "task": task, "text": text})

@@ -11,19 +11,19 @@ import pytest
 import sentencex
 from text_sources import texts, write_table
 
+from d2l_bert.tokenization import documents as documents_module
 from d2l_bert.tokenization import sentences as module
-from d2l_bert.tokenization import sources
-from d2l_bert.tokenization.division import divided, find_division
+from d2l_bert.tokenization.documents import Document
 from d2l_bert.tokenization.sentences import (
     BLOCK_SENTENCES,
     CUT,
     FEWEST_DOCUMENTS,
     LONGEST_SENTENCE,
     SPLIT_CHARACTERS,
-    Document,
     split_sentences,
 )
-from d2l_bert.tokenization.sources import dataset_source, file_source
+from d2l_bert.tokenization.sources import HowToRead, dataset_source, file_source
+from d2l_bert.tokenization.text_layout import find_layout, split_documents
 
 
 rng = random.Random(7)
@@ -186,8 +186,8 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_is_taken_for_what_it_is(kind):
     text, *expected = KINDS[kind]
-    division = find_division(text.split("\n"))
-    assert [division.documents, division.lines] == expected
+    layout = find_layout(text.split("\n"))
+    assert [layout.documents, layout.lines] == expected
 
 
 def read(source):
@@ -204,7 +204,7 @@ def test_a_document_ends_where_the_option_says(tmp_path):
     one, three, four, six = ["One came.", "Two went."], ["Three sat."], ["Four rose.", "Five fell."], ["Six stood."]
     whole = [[*one, *three, *four, *six]]
     expected = {"auto": whole, "file": whole, "line": [one, three, four, six], "blank_line": [one + three, four + six]}
-    sources = {documents: file_source(tmp_path, documents=documents) for documents in expected}
+    sources = {documents: file_source(tmp_path, HowToRead(documents=documents)) for documents in expected}
     for documents, source in sources.items():
         assert read(source) == expected[documents], documents
         assert [count for key, count in (+source.counts).items() if key.startswith("files ")] == [1]
@@ -258,16 +258,16 @@ def test_the_documents_and_sentences_are_those_of_the_text(kind, tmp_path):
     source = file_source(file)
     assert read(source) == documents
     assert +source.counts == {counted: len(text) if "rows" in kind else 1}
-    assert read(file_source(file, max_documents=7)) == documents[:7]
+    assert read(file_source(file, HowToRead(max_documents=7))) == documents[:7]
 
 
-@pytest.mark.parametrize("opened", [file_source, lambda folder, **how: dataset_source(str(folder), **how)])
+@pytest.mark.parametrize("opened", [file_source, lambda folder, how: dataset_source(str(folder), how=how)])
 def test_rows_are_divided_like_files_and_put_together_in_blocks(opened, tmp_path):
     write_table(tmp_path / "train.jsonl", [{"text": ""}, *[{"text": "One came.\nTwo went.\n\nThree sat."}] * 100])
     one, two, three = "One came.", "Two went.", "Three sat."
-    assert read(opened(tmp_path, documents="line")) == [[one], [two], [three]] * 100
-    assert read(opened(tmp_path, documents="blank_line")) == [[one, two], [three]] * 100
-    blocks = opened(tmp_path, documents="file")
+    assert read(opened(tmp_path, HowToRead(documents="line"))) == [[one], [two], [three]] * 100
+    assert read(opened(tmp_path, HowToRead(documents="blank_line"))) == [[one, two], [three]] * 100
+    blocks = opened(tmp_path, HowToRead(documents="file"))
     assert read(blocks) == [[one, two, three] * 64, [one, two, three] * 36]
     assert +blocks.counts == {"rows read in documents of 64 rows": 100, "rows without text": 1}
 
@@ -277,7 +277,7 @@ def test_rows_are_divided_like_files_and_put_together_in_blocks(opened, tmp_path
 @pytest.mark.parametrize("documents", ["auto", "line"])
 def test_a_line_of_megabytes_is_one_document(text, documents, tmp_path):
     (tmp_path / "a.txt").write_text(text)
-    (sentences,) = read(file_source(tmp_path, documents=documents))
+    (sentences,) = read(file_source(tmp_path, HowToRead(documents=documents)))
     assert sum(len(sentence.replace(" ", "")) for sentence in sentences) == len(text.replace(" ", ""))
 
 
@@ -286,11 +286,11 @@ def test_a_line_of_megabytes_is_one_document(text, documents, tmp_path):
 def test_a_text_read_in_small_pieces_is_not_changed(size, documents, tmp_path, monkeypatch):
     text = "\ufeffOne\r\nline – naïve.\r\n\r\n \n\nNext\n \t\nparagraph 😀 here.\r\n\n\nالعربية.\n"
     (tmp_path / "a.txt").write_bytes(text.encode())
-    division = find_division(text.split("\n"), documents)
-    monkeypatch.setattr(sources, "find_division", lambda lines, documents: division)
-    expected = [list(found) for found in divided(text.removeprefix("\ufeff").split("\n"), division, 1 << 20)]
-    monkeypatch.setattr(sources, "READ_CHARACTERS", size)
-    found = texts(file_source(tmp_path, documents=documents))
+    layout = find_layout(text.split("\n"), documents)
+    monkeypatch.setattr(documents_module, "find_layout", lambda lines, documents: layout)
+    expected = [list(found) for found in split_documents(text.removeprefix("\ufeff").split("\n"), layout, 1 << 20)]
+    monkeypatch.setattr(documents_module, "READ_CHARACTERS", size)
+    found = texts(file_source(tmp_path, HowToRead(documents=documents)))
     if size < 32 and documents != "line":  # with such small pieces, long lines and paragraphs are cut
         found, expected = (["".join("".join(of).split()) for of in some] for some in (found, expected))
     assert found == expected
@@ -299,7 +299,7 @@ def test_a_text_read_in_small_pieces_is_not_changed(size, documents, tmp_path, m
 @pytest.mark.parametrize("longest", [1, 100])
 def test_a_line_longer_than_the_pieces_has_single_spaces_too(longest):
     for line in ("a b", "  a  b ", "a\t\u2028b\xa0 c", "\x85", "a \x1f b"):
-        found = [list(paragraphs) for paragraphs in divided([line], find_division([line]), longest)]
+        found = [list(paragraphs) for paragraphs in split_documents([line], find_layout([line]), longest)]
         assert found == [[" ".join(line.split())]] * bool(line.strip())
 
 

@@ -1,4 +1,4 @@
-"""How the lines of a text divide it into documents, paragraphs and sentences: found by looking at them, and done."""
+"""`TextLayout`: how the lines of a text divide it into documents, paragraphs and sentences; finds it, and divides."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,7 @@ FEWEST_LINES = 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Division:
+class TextLayout:
     """
     How the lines of a text divide it.
 
@@ -42,6 +42,7 @@ class Division:
 _LATIN_STOPS = ".!?…"
 # Chinese, Devanagari, Urdu, Arabic, Ethiopic, Burmese, Khmer, Tibetan, Armenian, Mongolian, Ol Chiki, Meetei.
 _OTHER_STOPS = "。！？｡．।॥۔؟؞።፧፨၊။។៕།༎։᠃᱾᱿꫰꯫"
+_STOPS = {*_LATIN_STOPS, *_OTHER_STOPS}
 _CLOSING = " \t\"'`*_)]}>”’“‘»«›‹」』】）］〉》〕〗"  # may follow the full stop
 _STOP_INSIDE = re.compile(rf"[{_LATIN_STOPS}][{re.escape(_CLOSING)}]*\s|[{_OTHER_STOPS}]")
 # Lines of Chinese and Japanese, which have no spaces, break behind any character.
@@ -54,9 +55,9 @@ _BREAK_IN_WORD = re.compile(
 )
 
 
-def find_division(lines: Sequence[str], documents: Literal["auto"] | Documents = "auto") -> Division:
+def find_layout(lines: Sequence[str], documents: Literal["auto"] | Documents = "auto") -> TextLayout:
     """
-    The division of a text with these lines.
+    The layout of a text with these lines.
 
     - Wrapped prose: many lines do not end a sentence, and end where the next word would not have fit. The text is one
       document.
@@ -74,10 +75,12 @@ def find_division(lines: Sequence[str], documents: Literal["auto"] | Documents =
     """
     lines = [line.strip() for line in lines]
     texts = [line for line in lines if line]
-    blocks = sum(bool(line) and not before for before, line in itertools.pairwise(["", *lines]))
-    stops = [_stops(line) for line in texts]
-    ended = sum(at_end for at_end, _ in stops) / max(len(texts), 1)
-    wrapped = ended <= 0.8 and sum(map(any, stops)) >= 0.1 * len(texts) and _are_wrapped(lines)
+    blocks = sum(has_text for has_text, _ in itertools.groupby(lines, key=bool))
+    ending = [_ends_with_stop(line) for line in texts]
+    inside = [_has_stop_inside(line) for line in texts]
+    ended = sum(ending) / max(len(texts), 1)
+    stopped = sum(at_end or before for at_end, before in zip(ending, inside, strict=True))
+    wrapped = ended <= 0.8 and stopped >= 0.1 * len(texts) and _are_wrapped(lines)
     if documents == "auto":
         if wrapped or len(texts) < FEWEST_LINES:
             documents = "file"
@@ -86,17 +89,21 @@ def find_division(lines: Sequence[str], documents: Literal["auto"] | Documents =
         else:
             documents = "line" if len(texts) > 0.95 * len(lines) else "file"
     if wrapped and documents != "line":
-        return Division(documents, "wrapped")
-    with_stop = sum(inside or (at_end and documents != "blank_line") for at_end, inside in stops)
+        return TextLayout(documents, "wrapped")
+    with_stop = sum(inside) if documents == "blank_line" else stopped
     # The lines of one document may be code and tables beside prose, which must be split.
     most = 0.1 if documents == "file" else 0.5
-    return Division(documents, "sentences" if with_stop < most * len(texts) else "paragraphs")
+    return TextLayout(documents, "sentences" if with_stop < most * len(texts) else "paragraphs")
 
 
-def _stops(line):
-    """Whether a line ends with a full stop, and whether it holds another one before."""
-    line, before = line.rstrip(_CLOSING), line.rstrip(_LATIN_STOPS + _OTHER_STOPS + _CLOSING)
-    return line[-1:] in (*_LATIN_STOPS, *_OTHER_STOPS), bool(_STOP_INSIDE.search(before))
+def _ends_with_stop(line):
+    """Whether a line ends with a full stop."""
+    return line.rstrip(_CLOSING)[-1:] in _STOPS
+
+
+def _has_stop_inside(line):
+    """Whether a line holds a full stop before its end."""
+    return _STOP_INSIDE.search(line.rstrip(_LATIN_STOPS + _OTHER_STOPS + _CLOSING)) is not None
 
 
 def _are_wrapped(lines):
@@ -108,16 +115,20 @@ def _are_wrapped(lines):
     next word, such a line would be longer than nearly all of the hundred about it, as a file of several texts has
     several widths. Lines of logs and code go on as often, but have any length, or begin with the same word.
     """
-    unfinished = [pair for pair in itertools.pairwise(lines) if all(pair) and not _stops(pair[0])[0]]
-    going_on = [
-        (line, _FIRST_WORD.match(following)[0])
-        for line, following in unfinished
-        if _SPACE.search(line) and following[0].isalpha() and not following[0].isupper()
-    ]
-    if len(going_on) <= 0.3 * len(unfinished):
+    unfinished = 0
+    going_on = []  # the lines, each with the first word of the next
+    for line, following in itertools.pairwise(lines):
+        if not line or not following or _ends_with_stop(line):
+            continue
+        unfinished += 1
+        if _SPACE.search(line) and following[0].isalpha() and not following[0].isupper():
+            going_on.append((line, _FIRST_WORD.match(following)[0]))
+    if len(going_on) <= 0.3 * unfinished:
         return False
-    parts = (going_on[first : first + 100] for first in range(0, len(going_on), 100))
-    full = sum(max(_count_full(part, size) for size in (len, _columns)) for part in parts)
+    full = 0
+    for first in range(0, len(going_on), 100):
+        part = going_on[first : first + 100]
+        full += max(_count_full(part, len), _count_full(part, _columns))
     _, times = Counter(word for _, word in going_on).most_common(1)[0]
     return full >= 0.5 * len(going_on) and times <= 1 + 0.25 * len(going_on)
 
@@ -126,15 +137,18 @@ def _count_full(going_on, size):
     """How many lines would be longer than nearly all, with the first word of the next."""
     lengths = [size(line) for line, _ in going_on]
     width = 0.95 * sorted(lengths)[int(0.98 * (len(lengths) - 1))]
-    return sum(length + 1 + size(word) > width for length, (_, word) in zip(lengths, going_on, strict=True))
+    with_word = [size(line) + 1 + size(word) for line, word in going_on]
+    return sum(length > width for length in with_word)
 
 
 def _columns(text):
     """How many columns a text takes in a terminal: two for a letter of Chinese, Japanese or Korean."""
-    return len(text) + sum(unicodedata.east_asian_width(c) in "WF" for c in ("" if text.isascii() else text))
+    if text.isascii():
+        return len(text)
+    return len(text) + sum(unicodedata.east_asian_width(character) in "WF" for character in text)
 
 
-def divided(lines: Iterable[str], division: Division, longest: int) -> Iterator[Iterator[str]]:
+def split_documents(lines: Iterable[str], layout: TextLayout, longest: int) -> Iterator[Iterator[str]]:
     """
     The paragraphs of each document, with single spaces as white space; documents without text are left out.
 
@@ -144,17 +158,15 @@ def divided(lines: Iterable[str], division: Division, longest: int) -> Iterator[
         lines: the lines of the text.
         longest: characters. A longer paragraph of several lines is cut between lines, to bound the memory.
     """
-    lines = (DELETED.sub("", line) for line in lines)  # the splits at white space would keep apart what BERT joins
-    # The words of a text in one line would take twelve times the memory of the line.
-    lines = (" ".join(line.split()) if len(line) < longest else _SPACES.sub(" ", line).strip() for line in lines)
-    if division.documents == "line":
+    lines = (_with_single_spaces(line, longest) for line in lines)
+    if layout.documents == "line":
         yield from ([line] for line in lines if line)
         return
     blocks = (block for has_text, block in itertools.groupby(lines, key=bool) if has_text)
-    if division.lines != "paragraphs":
-        join = _unwrapped if division.lines == "wrapped" else "\n".join
+    if layout.lines != "paragraphs":
+        join = _unwrapped if layout.lines == "wrapped" else "\n".join
         blocks = (map(join, grouped(block, len, longest)) for block in blocks)
-    if division.documents == "blank_line":
+    if layout.documents == "blank_line":
         yield from blocks
     else:
         paragraphs = itertools.chain.from_iterable(blocks)
@@ -162,18 +174,29 @@ def divided(lines: Iterable[str], division: Division, longest: int) -> Iterator[
             yield itertools.chain([first], paragraphs)
 
 
+def _with_single_spaces(line, longest):
+    """A line with single spaces as white space, and none at its ends; `longest` as in `split_documents`."""
+    line = DELETED.sub("", line)  # the split at white space would keep apart what BERT joins
+    if len(line) < longest:
+        return " ".join(line.split())
+    return _SPACES.sub(" ", line).strip()  # its words would take twelve times the memory of the line
+
+
 def _unwrapped(lines):
+    """Wrapped lines as one line; between letters of Japanese and Chinese without a space."""
     return _BREAK_IN_WORD.sub("", "\n".join(lines)).replace("\n", " ")
 
 
 def grouped(items: Iterable, size: Callable[[object], int], least: int) -> Iterator[list]:
     """Lists of consecutive items, each as soon as their sizes add up to `least`; the last may be smaller."""
-    group, total = [], 0
+    group = []
+    total = 0
     for item in items:
         group.append(item)
         total += size(item)
         if total >= least:
             yield group
-            group, total = [], 0
+            group = []
+            total = 0
     if group:
         yield group

@@ -1,0 +1,276 @@
+"""`Coverage`: what a tokenizer drops of a text, reads as `[UNK]` or makes equal; said with cause and option."""
+
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TypedDict
+
+from tokenizers import pre_tokenizers
+from transformers import PreTrainedTokenizerBase
+
+from d2l_bert.tokenization.rules import (
+    MOST_MIXED_CASE,
+    NOTICEABLE,
+    ZERO_WIDTH_SPACE,
+    Contents,
+    count_characters,
+    count_marks,
+    count_words,
+    normalized,
+    split_words,
+)
+from d2l_bert.tokenization.wordpiece import plain_backend, text_backend
+
+
+# Beyond these shares a line names the cause, and the option that mends it. For marks, it is `NOTICEABLE`.
+REMARKED_UNKNOWN = 0.01  # of the characters, in [UNK]
+REMARKED_DROPPED = 0.005  # of the characters
+REMARKED_MERGED = 0.01  # of the word types, which became equal to another
+REMARKED_DIGITS = 0.25  # of the vocabulary's entries, which hold a digit
+
+
+class Coverage(TypedDict):
+    """What a tokenizer makes of a text, as `coverage_of` counts it: the entry `account` of the records."""
+
+    characters: int
+    unknown_characters: int
+    dropped_marks: int
+    dropped_characters: int
+    word_types: int
+    merged_types: int
+    merged_examples: list[list[str]]
+
+
+# A count, and the count that it is a part of.
+PARTS_OF_COUNTS = {
+    "unknown_characters": "characters",
+    "dropped_characters": "characters",
+    "merged_types": "word_types",
+}
+
+
+def check_coverage(coverage: Coverage) -> None:
+    """Raise `ValueError` if a coverage that was read from a file holds numbers that no text has."""
+    for name, value in coverage.items():
+        if name != "merged_examples":
+            check_count(name, value)
+    for part, whole in PARTS_OF_COUNTS.items():
+        if coverage[part] > coverage[whole]:
+            raise ValueError(f"the count of {part} is more than that of {whole}")
+    for pair in coverage["merged_examples"]:
+        if len(pair) != 2:
+            raise ValueError("merged_examples holds something else than pairs")
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise `ValueError` if the value of an entry that was read from a file is no count of 63 bits."""
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"the count of {name:.100} is {value!r:.100}")
+
+
+def measure_unknown_share(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> float:
+    """`unknown_share` of some texts."""
+    return unknown_share(coverage_of(count_words(texts), tokenizer))
+
+
+def unknown_share(coverage: Coverage) -> float:
+    """The share of a text's characters, white space aside, that stand in `[UNK]`; 0 for a text without any."""
+    return coverage["unknown_characters"] / max(coverage["characters"], 1)
+
+
+def coverage_of(words: Counter, tokenizer: PreTrainedTokenizerBase) -> Coverage:
+    """
+    What a tokenizer makes of a text, in numbers that can be added up over texts.
+
+    Args:
+        words: how often each word occurs (`count_words`).
+
+    Returns:
+        `characters`, white space aside; of them `unknown_characters`, which stand in `[UNK]`, `dropped_marks` (as many
+        nonspacing marks of the decomposed text) and `dropped_characters` (any other, such as control characters);
+        `word_types`, and of them `merged_types`, which have the tokens of another word type that differs by more than
+        case and normal form; `merged_examples`, a few of these.
+    """
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    if normalized(ZERO_WIDTH_SPACE, normalizer).isspace():  # to this tokenizer it ends a word
+        words = split_words(words, None, pre_tokenizers.Split(ZERO_WIDTH_SPACE, "removed"))
+    characters = count_characters(words)
+    dropped_marks, dropped_characters = _count_dropped(characters, normalizer)
+    unknown_characters, words_by_ids = _encode(words, tokenizer)
+    merged_types, merged_examples = _find_merged(words_by_ids, words)
+    return {
+        "characters": sum(characters.values()),
+        "unknown_characters": unknown_characters,
+        "dropped_marks": dropped_marks,
+        "dropped_characters": dropped_characters,
+        "word_types": len(words),
+        "merged_types": merged_types,
+        "merged_examples": merged_examples,
+    }
+
+
+def _count_dropped(characters, normalizer):
+    """How many marks, and how many other characters, a normalizer drops."""
+    dropped_marks = 0
+    dropped_characters = 0
+    for character, count in characters.items():
+        kept = normalized(character, normalizer)
+        lost_marks = count_marks(character) - count_marks(kept)
+        dropped_marks += count * max(lost_marks, 0)
+        if not kept and not lost_marks:
+            dropped_characters += count
+    return dropped_marks, dropped_characters
+
+
+def _encode(words, tokenizer):
+    """How many characters of the words stand in `[UNK]`; the words that have the same ids, in a list for these ids."""
+    backend = plain_backend(text_backend(tokenizer))
+    unk = tokenizer.unk_token_id
+    unknown_characters = 0
+    words_by_ids = {}
+    for word, count in words.items():
+        encoding = backend.encode(word, add_special_tokens=False)
+        ids = encoding.ids
+        if unk in ids:
+            spans = zip(ids, encoding.offsets, strict=True)
+            in_unknown = sum(end - start for index, (start, end) in spans if index == unk)
+            # A tokenizer may make several tokens of one character.
+            unknown_characters += count * min(in_unknown, len(word))
+        words_by_ids.setdefault(tuple(ids), []).append(word)
+    return unknown_characters, words_by_ids
+
+
+def _find_merged(words_by_ids, counts):
+    """How many words have the ids of another that differs by more than case and normal form; three pairs of them."""
+    merged = 0
+    pairs = []
+    for same in words_by_ids.values():
+        different = {unicodedata.normalize("NFKC", word).lower(): word for word in same}
+        if len(different) > 1:
+            merged += len(same)
+            occurrences = sum(counts[word] for word in same)
+            pairs.append((occurrences, list(different.values())[:2]))
+    pairs.sort(reverse=True)
+    return merged, [pair for _, pair in pairs[:3]]
+
+
+def facts_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+    """
+    What a tokenizer is.
+
+    Returns:
+        `class`: its name; `lowercase` and `strip_accents`: whether it has them, read off what it makes of letters;
+        `entries_with_digits`: how many entries of the vocabulary are digits, or hold one.
+    """
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    entries_with_digits = [entry for entry in tokenizer.get_vocab() if any(map(str.isdecimal, entry))]
+    return {
+        "class": type(tokenizer).__name__,
+        "lowercase": normalized("A", normalizer) == "a",
+        "strip_accents": normalized("\u00e9", normalizer) == "e",
+        "entries_with_digits": len(entries_with_digits),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lines for the user
+
+
+def coverage_line(coverage: Coverage) -> str:
+    """What a tokenizer loses of a text (`coverage_of`), in one line."""
+    merged = coverage["merged_types"] / max(coverage["word_types"], 1)
+    return (
+        f"of {coverage['characters']:,} characters: {unknown_share(coverage):.2%} stand in [UNK]; dropped are "
+        f"{coverage['dropped_marks']:,} marks and {coverage['dropped_characters']:,} control, invisible or "
+        f"private-use characters; of {coverage['word_types']:,} word types {merged:.2%} became equal to another that "
+        f"differs by more than case (--lowercase false keeps case)"
+    )
+
+
+OTHER_TOKENIZER = "give another tokenizer, or leave --tokenizer and --init_from out to train one on this text"
+INVISIBLE = "BERT's cleaning drops control, invisible and private-use characters: take them out, or replace them"
+
+
+def remarks(
+    coverage: Coverage,
+    contents: Contents,
+    tokenizer: PreTrainedTokenizerBase,
+    is_given: bool,
+    language: str | None,
+) -> Iterator[str]:
+    """
+    A line for each thing that is lost, with its cause and the option that mends it.
+
+    Args:
+        coverage: from `coverage_of`.
+        contents: what the text is made of (`contents_of`).
+        is_given: whether the tokenizer existed before.
+        language: the option.
+    """
+    yield from _remarks_on_losses(coverage, is_given)
+    yield from _remarks_on_letters(contents, tokenizer, is_given, language)
+    with_digits = facts_of(tokenizer)["entries_with_digits"] / len(tokenizer)
+    if with_digits > REMARKED_DIGITS and not is_given:
+        yield (
+            f"{with_digits:.0%} of the vocabulary's entries hold digits; --individual_digits true makes every digit a "
+            f"word"
+        )
+    if contents["script"] not in ("", "Latin") and not language:
+        script = "Chinese" if contents["script"] == "Han" else contents["script"].replace("_", " ")
+        yield (
+            f"most letters are {script}, and sentences are split as in English; name the language of the text with "
+            f"--language"
+        )
+
+
+def _remarks_on_losses(coverage, is_given):
+    """Lines about characters in `[UNK]`, characters that are dropped, and words that became equal."""
+    keep_marks = OTHER_TOKENIZER if is_given else "--strip_accents false keeps them"
+    if is_given:
+        know_more = f"the tokenizer lacks their characters: {OTHER_TOKENIZER}, or add words with --extend_vocab"
+    else:
+        know_more = (
+            "their characters are too many for the vocabulary: raise --vocab_size, or --limit_alphabet if it is given"
+        )
+    unknown = unknown_share(coverage)
+    if unknown > REMARKED_UNKNOWN:
+        yield f"{unknown:.1%} of the characters stand in [UNK]; {know_more}"
+    if coverage["dropped_marks"] > NOTICEABLE * coverage["characters"]:
+        yield f"{coverage['dropped_marks']:,} marks (accents, vowel signs, tones) are dropped; {keep_marks}"
+    if coverage["dropped_characters"] > REMARKED_DROPPED * coverage["characters"]:
+        yield f"{coverage['dropped_characters']:,} characters are dropped; {INVISIBLE}"
+    if coverage["merged_types"] > REMARKED_MERGED * coverage["word_types"]:
+        examples = "; ".join(f"{one!r} = {other!r}" for one, other in coverage["merged_examples"])
+        losses = {
+            INVISIBLE: coverage["dropped_characters"],
+            know_more: coverage["unknown_characters"],
+            keep_marks: coverage["dropped_marks"],
+        }
+        yield (
+            f"{coverage['merged_types']:,} of {coverage['word_types']:,} word types became equal to another that "
+            f"differs by more than case ({examples}); {max(losses, key=losses.get)}"
+        )
+
+
+def _remarks_on_letters(contents, tokenizer, is_given, language):
+    """Lines about normal forms and case."""
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    is_lower_case = normalized("A", normalizer) == "a"
+    keep_case = OTHER_TOKENIZER if is_given else "--lowercase false keeps it"
+    if contents["mixed_forms"] > NOTICEABLE and normalized("\u00e9", normalizer) != normalized("e\u0301", normalizer):
+        make_one = "convert it to NFC" if is_given else "--unicode_normalization NFC makes them one"
+        yield (
+            f"the text mixes composed and decomposed letters (NFC and NFD), so that equal words have other tokens; "
+            f"{make_one}"
+        )
+    if is_lower_case and contents["mixed_case"] > MOST_MIXED_CASE:
+        yield (
+            f"{contents['mixed_case']:.0%} of the words have a capital letter inside (aBc), so that case tells words "
+            f"apart, and the tokenizer drops it; {keep_case}"
+        )
+    is_turkish = (language or "").partition("-")[0] in ("tr", "az")
+    if is_lower_case and (is_turkish or contents["dotless"] > NOTICEABLE):
+        yield (
+            f"lower-casing follows English, and I and \u0131, \u0130 and i are different letters in Turkish and "
+            f"Azeri; {keep_case}"
+        )

@@ -1,0 +1,101 @@
+"""`Document`: a text as paragraphs; the documents that the lines of a file, or the rows of a table, make."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from d2l_bert.tokenization import tables
+from d2l_bert.tokenization.rules import DELETED
+from d2l_bert.tokenization.text_layout import find_layout, grouped, split_documents
+
+
+# How lines divide a text file or rows is found from the first lines or rows with this many characters. A paragraph of
+# several lines that is longer is cut between them, so a file may be larger than the memory.
+READ_CHARACTERS = 1 << 20
+
+# With `--documents file`, this many rows of a table or a dataset make one document.
+BLOCK_ROWS = 64
+
+
+@dataclass
+class Document:
+    """
+    One text as a sequence of paragraphs.
+
+    Args:
+        paragraphs: strings of one line each, or of one line a sentence. May be an iterator: read the paragraphs only
+            once.
+        source: the number of the document's source in the list of the run's sources, from 0.
+        are_sentences: whether each line of a paragraph is a sentence.
+    """
+
+    paragraphs: Iterable[str]
+    source: int = 0
+    are_sentences: bool = False
+
+
+def text_documents(lines: Iterator[str], counts: Counter, documents: str = "auto") -> Iterator[Document]:
+    """
+    The documents of a text file.
+
+    Args:
+        lines: of the file, as in `files.decoded`.
+        counts: how the file was read is counted.
+        documents: where documents end, as in `find_layout`.
+
+    Raises:
+        UserError: as in `decoded`.
+    """
+    first = _beginning(lines)
+    layout = find_layout(first, documents)
+    are_sentences = layout.lines == "sentences"
+    found = split_documents(itertools.chain(first, lines), layout, READ_CHARACTERS)
+    for number, paragraphs in enumerate(found):
+        counts[f"files {layout}"] += number == 0
+        yield Document(paragraphs, are_sentences=are_sentences)
+
+
+def row_documents(texts: Iterable[str], counts: Counter, documents: str = "auto") -> Iterator[Document]:
+    """
+    The documents of rows: each row with text is one, unless `documents` says otherwise.
+
+    What the lines of the rows are is found for all rows together, from the first ones.
+
+    Args:
+        counts: how the rows were read is counted, and those without text.
+        documents: `auto`, `blank_line`, `line`, or `file` for documents of `BLOCK_ROWS` rows, in which each row is a
+            paragraph.
+    """
+    texts = _with_text(texts, counts)
+    first = _beginning(texts)
+    lines = []
+    for text in first:
+        lines += ["", *tables.LINE_END.split(text.strip())]
+    layout = find_layout(lines[1:], "file" if documents == "auto" else documents)
+    are_sentences = layout.lines == "sentences"
+    rows = itertools.chain(first, texts)
+    if documents == "file":
+        paragraphs = (" ".join(DELETED.sub("", text).split()) for text in rows)
+        while block := list(itertools.islice(paragraphs, BLOCK_ROWS)):
+            counts[f"rows read in documents of {BLOCK_ROWS} rows"] += len(block)
+            yield Document(block, are_sentences=are_sentences)
+        return
+    for text in rows:
+        counts[f"rows {layout}"] += 1
+        for paragraphs in split_documents(tables.LINE_END.split(text), layout, READ_CHARACTERS):
+            yield Document(paragraphs, are_sentences=are_sentences)
+
+
+def _with_text(texts, counts):
+    """The texts that are not empty or only white space."""
+    for text in texts:
+        if text and not text.isspace():
+            yield text
+        else:
+            counts["rows without text"] += 1
+
+
+def _beginning(texts):
+    """The first texts of an iterator, until they have `READ_CHARACTERS` characters."""
+    return next(grouped(texts, lambda text: 1 + len(text), READ_CHARACTERS), [])

@@ -1,0 +1,69 @@
+"""The second loss that suits a text: NSP, or none where the text would have few pairs."""
+
+import dataclasses
+import logging
+
+import numpy as np
+
+from d2l_bert.messages import UserError
+from d2l_bert.pair_tasks import PAIR_TASKS
+from d2l_bert.training.data.order import EpochPairs
+from d2l_bert.training.data.pairs import NO_LABEL, PAIR, tokens_in
+
+
+logger = logging.getLogger(__name__)
+
+# Where a smaller share of the rows would be pairs, or of the tokens in these, a run has no second loss.
+LEAST_SHARE = 0.5
+
+
+def with_objective(run, text):
+    """
+    The options of a run on a `PreparedText`: the objective `auto` becomes `nsp`, or `none` where few rows of the text
+    would have a label, or cutting the pairs would lose most of it.
+
+    A document of one sentence is a row without a label. Says how many rows have one, and how many of the tokens are in
+    rows, measured on the first window.
+
+    Raises:
+        UserError: few rows would have a label of the objective that the user asked for.
+    """
+    if run.objective == "none":
+        return run
+    objective = "nsp" if run.objective == "auto" else run.objective
+    of_pairs = dataclasses.replace(run, objective=objective)
+    short = PAIR_TASKS[objective].short
+    pairs = EpochPairs(text.train, of_pairs, run.max_seq_length, text.corpus_name)
+    rows = next(pairs.parts(0), np.zeros(0, dtype=PAIR))
+    has_label = rows["next_sentence_label"] != NO_LABEL
+    share_of_pairs = (rows["b_end"] > rows["b_start"]).mean() if len(rows) else 1.0
+    share_kept = _share_kept(text.train, rows, *pairs.pieces(0, 0))
+    reason = None  # also without a row: such a run is refused later, whatever its objective
+    if share_of_pairs < LEAST_SHARE:
+        reason = f"only {share_of_pairs:.1%} of the rows would be pairs for {short}: most documents have one sentence"
+    elif len(rows) and not has_label.any():
+        reason = f"no pair for {short} would have a label: all second segments are alike"
+    elif len(rows) and share_kept < LEAST_SHARE and run.objective == "auto":
+        reason = (
+            f"pairs for {short} in rows of {run.max_seq_length} would hold {share_kept:.0%} of the tokens: sentences "
+            f"are long"
+        )
+    if reason is None:
+        logger.info(
+            f"{has_label.sum() / max(len(rows), 1):.1%} of the rows are pairs with a label for {short}; rows of "
+            f"{run.max_seq_length} hold {share_kept:.0%} of the tokens, the others are cut off"
+        )
+        return of_pairs
+    if run.objective != "auto":
+        raise UserError(
+            f"objective {run.objective}: {reason}; give objective none, or documents of several sentences (see "
+            f"documents)"
+        )
+    logger.warning(f"{text.corpus_name}: {reason}. The second loss is left out (objective none)")
+    return dataclasses.replace(run, objective="none")
+
+
+def _share_kept(corpus, rows, firsts, ends):
+    """The share of the tokens of these sentences, from `firsts` to `ends` - 1, that rows hold."""
+    tokens = (corpus.sentence_starts[ends] - corpus.sentence_starts[firsts]).sum()
+    return tokens_in(rows).sum() / max(tokens, 1)

@@ -1,0 +1,111 @@
+"""Sequences -> rows -> micro-batches of each process, by their lengths alone.
+
+How a step is cut into micro-batches changes its time and memory; the gradient stays the same, apart from rounding and
+dropout masks.
+"""
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+WIDTH_MULTIPLE = 8  # rows are padded to a multiple of this, in tokens
+
+# Rows of similar length form groups of equal size, and a micro-batch consists of whole groups. A step has at least 16
+# groups, and a full micro-batch at least 8. Larger groups give fewer tensor shapes, and a CPU prepares its matrix
+# products once for each shape. Smaller groups give less padding.
+MIN_GROUPS_IN_STEP = 16
+MIN_GROUPS_IN_MICRO_BATCH = 8
+
+# A micro-batch ends where its padding would be more than this share of a full one, and more than these tokens. Less
+# padding would need more micro-batches, each of which casts all weights to the compute dtype and writes all gradients.
+MOST_PADDING = 1 / 32
+LEAST_PADDING = 256
+
+
+class Ranks(NamedTuple):
+    """The processes of a run, which share each step: how many there are, and which of them this one is."""
+
+    count: int = 1
+    own: int = 0
+
+
+ALONE = Ranks()  # a single process
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """
+    Put sequences into rows: the longest first, each into the fullest row that it fits into (best fit decreasing).
+
+    Args:
+        lengths: tokens in each sequence, at most `capacity`.
+        capacity: the largest number of tokens in a row.
+
+    Returns:
+        For each row the indices of its sequences in `lengths`.
+    """
+    rows = []
+    free = []  # (free tokens, index of the row) of rows that are not full, in ascending order
+    for sequence in np.argsort(-np.asarray(lengths), kind="stable").tolist():
+        length = int(lengths[sequence])
+        fullest = bisect.bisect_left(free, (length, -1))
+        if fullest < len(free):
+            space, row = free.pop(fullest)
+            rows[row].append(sequence)
+        else:
+            space = capacity
+            row = len(rows)
+            rows.append([sequence])
+        if space > length:
+            bisect.insort(free, (space - length, row))
+    return rows
+
+
+def micro_batches(lengths: Sequence[int], most_tokens: int, ranks: Ranks = ALONE) -> list[list[int]]:
+    """
+    Cut the rows of a step into micro-batches, and return those of one process.
+
+    Rows are sorted by length and dealt out to the processes in turn: every process gets about the same work, and the
+    same number of micro-batches. A micro-batch takes rows, longest first, until it is full or has too much padding.
+
+    Args:
+        lengths: tokens in each row.
+        most_tokens: the largest number of tokens in a micro-batch, padding included; a single row may be longer.
+
+    Returns:
+        For each micro-batch the indices of its rows in `lengths`, longest first. The last may be empty, if this
+        process has fewer rows than rank 0.
+    """
+    order = np.argsort(-np.asarray(lengths), kind="stable")
+    own_rows = order[ranks.own :: ranks.count].tolist()
+    # The n-th rows of all processes get one width, that of the longest of them, so that all processes cut alike.
+    widths = [padded(length) for length in np.asarray(lengths)[order[:: ranks.count]]]
+    group_size = _group_size(len(widths), most_tokens // widths[0])
+    most_padding = max(LEAST_PADDING, MOST_PADDING * most_tokens)
+    starts = [0]  # the first row of each micro-batch
+    padding = 0  # tokens, in the last of them
+    for group in range(group_size, len(widths), group_size):
+        width = widths[starts[-1]]
+        padding += (width - widths[group]) * group_size
+        rows_with_group = group + group_size - starts[-1]
+        if rows_with_group * width > most_tokens or padding > most_padding:
+            starts.append(group)
+            padding = 0
+    return [own_rows[start:end] for start, end in itertools.pairwise([*starts, len(widths)])]
+
+
+def _group_size(rows_in_step, rows_in_micro_batch):
+    """The rows of a group, a power of two, of which a step and a full micro-batch have enough groups."""
+    most = min(rows_in_step // MIN_GROUPS_IN_STEP, rows_in_micro_batch // MIN_GROUPS_IN_MICRO_BATCH)
+    size = 1
+    while 2 * size <= most:
+        size *= 2
+    return size
+
+
+def padded(length: int) -> int:
+    """The width, in tokens, of a row of `length` tokens: the next multiple of `WIDTH_MULTIPLE`."""
+    return -(-int(length) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE

@@ -1,0 +1,109 @@
+"""A model's outputs for the features of a split, in batches of rows of similar length; the figures of outputs."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from d2l_bert.modeling import conversion
+from d2l_bert.training.finetuning.features import Features
+from d2l_bert.training.finetuning.rows import Split
+from d2l_bert.training.finetuning.tasks import Task
+
+
+class Outputs(NamedTuple):
+    """
+    What a model gives for N features, in their order.
+
+    Args:
+        logits: float32 (N, C) or, with tokens, (N, T, C), where T is that of the longest feature; -100 behind the end
+            of a shorter one.
+        labels: of the features (N,), (N, C) or (N, T); -100 behind the end, too.
+    """
+
+    logits: np.ndarray
+    labels: np.ndarray
+
+
+def make_collator(task: Task, model: transformers.PreTrainedModel, tokenizer):
+    """
+    The function that makes a padded batch of features.
+
+    Features are padded to a multiple of 8, as GPUs want them, unless the last one is beyond the model's positions.
+    """
+    multiple = 8 if conversion.longest_input(model, tokenizer) % 8 == 0 else None  # without a limit, too
+    return task.collator(tokenizer, pad_to_multiple_of=multiple)
+
+
+@torch.no_grad()
+def outputs_of(
+    task: Task, model: transformers.PreTrainedModel, tokenizer, inputs: list[dict], rows_at_once: int
+) -> Outputs:
+    """
+    The outputs of a model, computed in float32 by all processes, which take the batches in turn.
+
+    Rows of similar length make a batch, so that little of it is padding.
+
+    Args:
+        inputs: as of `Features`.
+        rows_at_once: of a process.
+
+    Returns:
+        The outputs for all inputs, in every process.
+    """
+    state = PartialState()
+    collate = make_collator(task, model, tokenizer)
+    lengths = np.array([length_of(of_row) for of_row in inputs])
+    order = np.argsort(-lengths, kind="stable")  # the longest first: out of memory shows at once
+    begins = range(0, len(order), rows_at_once)
+    batches = [order[begin : begin + rows_at_once] for begin in begins]
+    model = model.to(state.device).eval()
+    logits = []
+    labels = []
+    mine = batches[state.process_index :: state.num_processes]
+    for numbers in mine:
+        batch = collate([inputs[number] for number in numbers])
+        labels.append(batch.pop("labels").numpy())
+        batch = {name: tensor.to(state.device) for name, tensor in batch.items()}
+        logits.append(task.logits(model(**batch), batch["attention_mask"]).float().cpu().numpy())
+    if state.num_processes > 1:
+        mine = gather_object(mine)
+        logits = gather_object(logits)
+        labels = gather_object(labels)
+    return Outputs(_in_order(mine, logits), _in_order(mine, labels))
+
+
+def figures_of(task: Task, split: Split, features: Features, outputs: Outputs) -> dict[str, float]:
+    """The mean loss over the labels of a split, in float64, and the task's metrics."""
+    logits = torch.from_numpy(outputs.logits).double()
+    labels = torch.from_numpy(outputs.labels)
+    loss = task.loss(logits, labels) / (labels != -100).sum()
+    of_rows = task.row_outputs(split, features.windows, task.rescaled(outputs.logits))
+    return {"loss": loss.item(), **task.metrics(split, of_rows)}
+
+
+def length_of(inputs: dict) -> int:
+    """How many tokens a feature has; of several choices, the longest."""
+    ids = inputs["input_ids"]
+    if isinstance(ids[0], list):
+        return max(len(of_choice) for of_choice in ids)
+    return len(ids)
+
+
+def _in_order(places: list[np.ndarray], batches: list[np.ndarray]) -> np.ndarray:
+    """
+    The rows of all batches in one array, padded by -100 to the longest.
+
+    Args:
+        places: of each batch the numbers of its rows in that array.
+    """
+    shape = np.max([batch.shape[1:] for batch in batches], axis=0).astype(int)
+    count = sum(len(batch) for batch in batches)
+    rows = np.full((count, *shape), -100, dtype=batches[0].dtype)
+    for numbers, batch in zip(places, batches, strict=True):
+        filled = tuple(slice(size) for size in batch.shape[1:])
+        rows[(numbers, *filled)] = batch
+    return rows

@@ -1,0 +1,516 @@
+"""Files and datasets -> the rows of a split; rows and their predictions -> a file."""
+
+import csv
+import functools
+import itertools
+import json
+import logging
+import math
+import re
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from d2l_bert import folders
+from d2l_bert.messages import READ_ERRORS, UserError, counted, explained
+from d2l_bert.model_cards.card import local_name
+from d2l_bert.tokenization import hub_datasets, tables
+from d2l_bert.tokenization.config import dataset_and_config
+from d2l_bert.training.finetuning.cells import name_of
+from d2l_bert.training.finetuning.config import FinetuneConfig
+
+
+logger = logging.getLogger(__name__)
+
+SPLITS = ("train", "validation", "test")
+
+LONGEST_DOCUMENT = 1 << 30  # characters in a line of a document of JSON, which may be the whole
+
+# So many rows of a dataset are made Python's at once, and then counted.
+DATASET_ROWS = 100
+
+# A table of more cells than this has a filled cell for each so many.
+MOST_CELLS = 10_000_000
+MOST_CELLS_FOR_ONE = 100
+
+# What Excel and its like may compute as a formula, also behind white space and with signs of full width
+# (https://owasp.org/www-community/attacks/CSV_Injection); numbers begin with such signs, too.
+FORMULA = re.compile("[\t\r\n]|\\s*[-=+@\uff1d\uff0b\uff0d\uff20]")
+A_NUMBER = re.compile(r"[+-]?(\d+([.,]\d+)*|[.,]\d+)(e[+-]?\d+)?\s?%?", re.IGNORECASE | re.ASCII)
+
+# The first word of a text in CoNLL-U, whose lines have ten fields.
+CONLL_U_WORD = re.compile(r"1(\t[^\t]*){9}")
+
+
+class Row(NamedTuple):
+    """
+    A row of a split.
+
+    Args:
+        place: where it stands in its file, for messages.
+        cells: its values, by the names of the columns.
+        texts: the texts that its task reads, by which equal rows are found; of token classification the words.
+        label: the label as the task reads it; None for a row without.
+    """
+
+    place: str
+    cells: dict
+    texts: tuple[str, ...] = ()
+    label: object = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """
+    The rows of a split: as they were read, or as the task reads them.
+
+    Args:
+        title: what the rows are, for messages: an option and a name, such as `train_file rows.csv`.
+        name: the file's base name, or the dataset's id with its configuration and split.
+        rows: the rows.
+        fingerprint: a hash of the content of the file or dataset; of rows held out, too, that of the whole.
+        class_names: for columns of the kind `ClassLabel` of a dataset, or of lists of it, the names of the classes.
+        is_dataset: whether the rows come from a dataset, not from a file.
+        is_labelled: whether the rows have labels.
+        held_out: the share of the training rows that was held out as these validation rows; 0 if none was.
+        shared: how many rows have the texts of a training row.
+    """
+
+    title: str
+    name: str
+    rows: list[Row]
+    fingerprint: str
+    class_names: dict[str, list[str]] = field(default_factory=dict)
+    is_dataset: bool = False
+    is_labelled: bool = False
+    held_out: float = 0.0
+    shared: int = 0
+
+    @functools.cached_property
+    def columns(self) -> list[str]:
+        """The names of the columns that a row has."""
+        return list(dict.fromkeys(itertools.chain(*(row.cells for row in self.rows))))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def read_file(
+    path: str,
+    option: str,
+    separator: str = "auto",
+    text_column: str = "text",
+    columns: Sequence[str] | None = None,
+    memory: tables.Memory | None = None,
+    title: str = "",
+) -> Split:
+    """
+    Read a whole table, packed or not.
+
+    - `.csv`, `.tsv`: all values are strings.
+    - `.jsonl`, `.parquet`: values as they are.
+    - `.json`: SQuAD's form, with the columns `id`, `title`, `context`, `question`, `answers` and `is_impossible`; or a
+      list of objects, also below `data`.
+    - `.conll`: a word a line, its tag last, and an empty line after each text: the columns `tokens` and `tags`; or
+      CoNLL-U, also as `.conllu`, with the universal parts of speech as tags.
+    - any other text: each line that is not empty is a text.
+
+    Args:
+        option: the option that names the file, for messages; "" if it is an argument.
+        separator: between the cells of a CSV file, as in `tokenization.tables.table_rows`.
+        text_column: the column of the texts in lines.
+        columns: those that are needed of a Parquet file; None for all.
+        memory: counts what this and other splits take.
+        title: what the file is called in messages, in place of its option and name.
+
+    Raises:
+        UserError: the file does not exist, cannot be read, is damaged, has another form, or has no rows; or its rows
+            take too much memory.
+    """
+    file = Path(path)
+    given = f"{option} {path}".strip()
+    if not title:
+        title = f"{option} {folders.base_name(path)}" if option else path
+    tables.refuse_pipe(path, given, "write its rows to a file, and give that")
+    if file.is_dir():
+        way_out = "give one of its files, or the folder with --dataset" if option else "give one of its files"
+        raise UserError(f"{given}: is a folder; {way_out}")
+    if not file.is_file():
+        raise UserError(f"{given}: no such file; give a table, or a text in each line")
+    memory = memory or tables.Memory()
+    way_out = "repair the file; .json is a list of objects, or SQuAD's form"
+    with explained(f"{title}: cannot be read", way_out, OSError), explained(title, "", LookupError, ValueError):
+        if tables.file_kind(file) in tables.TABLE_KINDS:
+            found = tables.table_rows(file, columns, separator)
+        elif _is_document(file):
+            lines = [line for _, line in tables.Memory().hold(_numbered_lines(file))]
+            with explained("cannot be read", way_out, *READ_ERRORS, TypeError, RecursionError):
+                found = list(_rows_of_document(file, lines, title))
+        else:
+            found = ((place, {text_column: line}) for place, line in _numbered_lines(file) if line.strip())
+        rows = memory.hold(found)
+    if not rows:
+        raise UserError(f"{title}: has no rows; give a file with rows")
+    return Split(
+        title=title,
+        name=folders.base_name(path),
+        rows=list(itertools.starmap(Row, rows)),
+        fingerprint=folders.content_hash(file)[:16],
+    )
+
+
+def _is_document(file) -> bool:
+    """Whether a file is read whole, before its first row is known: JSON and CoNLL."""
+    return tables.file_kind(file) == "json" or _is_conll(file)
+
+
+def _is_conll(file) -> bool:
+    return tables.suffix_unpacked(file) in (".conll", ".conllu")
+
+
+def _numbered_lines(file) -> Iterator[tuple[str, str]]:
+    """The lines of a text file, each with its place."""
+    longest = LONGEST_DOCUMENT if tables.file_kind(file) == "json" else tables.LONGEST_LINE
+    for number, line in enumerate(tables.lines_of(file, longest=longest), 1):
+        yield f"line {number:,}", line.rstrip("\r\n")
+
+
+def _rows_of_document(file, lines, title) -> Iterator[tuple[str, dict]]:
+    """The rows of a file of JSON or CoNLL, each with its place."""
+    return _conll_rows(lines, title) if _is_conll(file) else _json_rows("\n".join(lines))
+
+
+def _json_rows(text) -> Iterator[tuple[str, dict]]:
+    """The rows of a list of objects, or of SQuAD's nested form, each with its place."""
+    tables.check_values(text)
+    return tables.few_columns((f"row {number:,}", row) for number, row in enumerate(_objects_in(text), 1))
+
+
+def _objects_in(text) -> Iterator[dict]:
+    """The rows in a document of JSON."""
+    content = json.loads(tables.whole_characters(text))
+    for entry in content["data"] if isinstance(content, dict) else content:
+        if not isinstance(entry, dict):
+            raise TypeError(f"{entry!r:.50} is no object")
+        if "paragraphs" not in entry:
+            yield dict(entry)
+        for paragraph in entry.get("paragraphs", []):
+            shared = {"title": entry.get("title", ""), "context": paragraph["context"], "id": ""}
+            for question in paragraph["qas"]:
+                yield {**shared, **question}
+
+
+def _conll_rows(lines, title) -> Iterator[tuple[str, dict]]:
+    """
+    The words and the tags of each text, with the line at which it begins; no tags if a line has one field.
+
+    A line that begins with # is a comment, as in CoNLL-U, unless it is like the other lines: with as many fields, of
+    which the last one is a tag.
+    """
+    is_conll_u = any(CONLL_U_WORD.fullmatch(line) for line in lines)
+    fields_of = _fields_of_conll_u if is_conll_u else _fields_of_conll
+    numbered = [(number, fields_of(line)) for number, line in enumerate(lines, 1)]
+    for number, fields in numbered:
+        if fields and not fields[0]:
+            raise ValueError(f"line {number:,}: its word is empty; repair the line")
+    words = [fields for _, fields in numbered if fields and fields[0][0] != "#"]
+    count = len(words[0]) if words else 0
+    tags = {fields[-1] for fields in words}
+
+    def is_comment(fields):
+        if not fields or fields[0][0] != "#":
+            return False
+        is_like_others = len(fields) == count and (count == 1 or fields[-1] in tags)
+        return not is_like_others
+
+    kept = [(number, fields) for number, fields in numbered if not is_comment(fields)]
+    if comments := len(numbered) - len(kept):
+        logger.info(
+            f"{title}: {counted(comments, 'line is', 'lines are')} left out: comments, or no words of their own"
+        )
+    for number, fields in kept:
+        if len(fields) not in (0, count):
+            raise ValueError(f"line {number:,}: {len(fields)} fields, and {count} in the first; repair the line")
+    for has_words, group in itertools.groupby(kept, lambda line: bool(line[1])):
+        if has_words:
+            text = list(group)
+            row = {"tokens": [fields[0] for _, fields in text]}
+            if count > 1:
+                row["tags"] = [fields[-1] for _, fields in text]
+            yield f"line {text[0][0]:,}", row
+
+
+def _fields_of_conll(line) -> list[str]:
+    """The fields of a line, the word first and the tag last; [] between texts."""
+    return [] if line.startswith("-DOCSTART-") else line.split()
+
+
+def _fields_of_conll_u(line) -> list[str]:
+    """As `_fields_of_conll`: the word, and its universal part of speech."""
+    fields = line.split("\t")
+    if fields[0].isdigit():
+        return fields[1:4:2]
+    return ["#"] if fields[0] else []  # a comment; 1-2, which are two words; 8.1, which is none
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Datasets
+
+
+def read_dataset(
+    name: str, config: FinetuneConfig, read: Container[str], memory: tables.Memory | None = None
+) -> dict[str, Split]:
+    """
+    The splits of a dataset that the options name, and of the others those of the usual names.
+
+    Args:
+        name: an id on the Hub, or a folder of `save_to_disk` or of data files; `:` and a configuration may follow.
+        read: the splits that files give in place of the dataset.
+        memory: counts what these and other splits take.
+
+    Raises:
+        UserError: the dataset cannot be loaded, has no rows in a split, or its rows take too much memory.
+    """
+    memory = memory or tables.Memory()
+    found = _load_dataset(name)
+    asked = {split: getattr(config, f"{split}_split") for split in SPLITS if split not in read}
+    splits = {}
+    for split, given in asked.items():
+        used = given or config.named.get(split, split)
+        if given is None:
+            is_used_already = used in asked.values()
+            is_held_out = split == "validation" and config.validation_share is not None
+            if used not in found or is_used_already or is_held_out:
+                continue
+        if not len(found.get(used, [])):
+            raise UserError(
+                f"dataset {name}: no rows in split {used!r:.100}; it has {', '.join(found)}: name one with "
+                f"--{split}_split"
+            )
+        splits[split] = _split_of(found[used], name, used, memory)
+    return splits
+
+
+def _load_dataset(name) -> dict:
+    """All splits of a dataset, by name."""
+    import datasets
+
+    path, configuration = dataset_and_config(name)
+    hint = "give an id on the Hub, or a folder of save_to_disk or of data files; --train_file takes a file"
+    with hub_datasets.dataset_errors(path, hint):
+        if hub_datasets.is_saved_dataset(path):
+            return {split or "train": rows for split, rows in hub_datasets.saved_splits(path).items()}
+        options = {}
+        if hasattr(hub_datasets.dataset_builder(path, configuration).config, "keep_default_na"):
+            options = {"keep_default_na": False}  # of CSV files pandas would read the words None, NA and null as empty
+        return datasets.load_dataset(path, configuration, **options)
+
+
+def _split_of(rows, name: str, split: str, memory: tables.Memory) -> Split:
+    """The rows of a split of the dataset `name`, as `datasets` has them."""
+    title = f"dataset {name}, split {split}"
+    with explained(title, "", ValueError):
+        held = memory.hold(_dataset_rows(rows, title))
+        class_names = {}
+        for column, kind in rows.features.items():
+            kind = getattr(kind, "feature", kind)  # that of the entries of a list
+            if hasattr(kind, "names"):
+                class_names[column] = [name_of(of_class, column) for of_class in kind.names]
+    cells = [row for _, row in held]
+    return Split(
+        title=title,
+        name=f"{local_name(name)}, split {split}",
+        rows=list(itertools.starmap(Row, held)),
+        fingerprint=folders.short_hash(repr(cells)),
+        class_names=class_names,
+        is_dataset=True,
+    )
+
+
+def _dataset_rows(rows, title: str) -> Iterator[tuple[str, dict]]:
+    """The rows of a split of a dataset, each with its place; `title` names it in messages."""
+    rows = rows.with_format("arrow")
+    told = set()
+    for start in range(0, len(rows), DATASET_ROWS):
+        block = rows[start : start + DATASET_ROWS]
+        for number, row in enumerate(tables.values_of(block, start + 1, title, told), start + 1):
+            yield f"row {number:,}", row
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows to a file
+
+
+def check_writable(path: Path, split: Split) -> None:
+    """
+    Refuse rows that `write_predictions` could not write, before anything is predicted for them.
+
+    Args:
+        path: as in `write_predictions`.
+        split: with all of its rows.
+
+    Raises:
+        UserError: a column of a Parquet file would have values of several kinds, or objects with too many names; or
+            nearly all cells of the table would be empty, as where each row of JSONL has keys of its own.
+    """
+    if path.suffix == ".jsonl":  # a row has its own cells alone
+        return
+    cells = len(split.rows) * len(split.columns)
+    filled = sum(len(row.cells) for row in split.rows)
+    if cells > max(MOST_CELLS, MOST_CELLS_FOR_ONE * filled):
+        raise UserError(
+            f"{split.title}: {len(split.columns):,} columns, of which a row has {filled / len(split.rows):.3g}, so "
+            f"that a table of the predictions would be all but empty; give the rows the same columns"
+        )
+    if path.suffix == ".parquet":
+        with explained(split.title, "give the rows the same names, or write .jsonl", ValueError):
+            tables.check_names(row.cells for row in split.rows)
+        with _one_kind_a_column(split):
+            schema = pa.table(_columns_of(split)).schema
+            pq.write_table(schema.empty_table(), pa.BufferOutputStream())  # not every kind has a form in Parquet
+
+
+def _one_kind_a_column(split):
+    """Turn PyArrow's errors about the kinds of values into a `UserError`."""
+    what = f"{split.title}: a column has values of several kinds, or whole numbers of more than 63 bits"
+    return explained(what, "make them one kind, or write .jsonl", pa.ArrowException, OverflowError)
+
+
+def _columns_of(split) -> dict[str, list]:
+    """The cells of a split by column; None where a row has none."""
+    columns = {}
+    for name in split.columns:
+        columns[name] = [row.cells.get(name) for row in split.rows]
+    return columns
+
+
+def write_predictions(path: Path, split: Split, predicted: dict[str, list], is_for_excel: bool = False) -> None:
+    """
+    Write the rows of a split, and what was predicted for them.
+
+    Args:
+        path: ends in `.jsonl` or `.parquet`, which have values as they are; else it is CSV, with lists and dicts as
+            JSON. In JSON, which has no form for them, numbers that are not finite become null. Columns with bytes are
+            left out of JSONL and CSV.
+        predicted: by the names of new columns, a value for each row; None leaves the cell empty.
+        is_for_excel: whether CSV has `;` between the cells, decimal commas, a byte order mark at its beginning, and an
+            apostrophe before what Excel would take for a formula.
+
+    Raises:
+        UserError: a column of a Parquet file has values of several kinds.
+    """
+    predicted = _renamed(predicted, split.columns)
+    if path.suffix == ".parquet":
+        with _one_kind_a_column(split):
+            pq.write_table(pa.table({**_columns_of(split), **predicted}), path)
+    elif path.suffix == ".jsonl":
+        _write_jsonl(path, split, predicted)
+    else:
+        _write_csv(path, split, predicted, is_for_excel)
+
+
+def _renamed(predicted: dict[str, list], columns: list[str]) -> dict[str, list]:
+    """
+    The predictions, under names that no column of the rows has.
+
+    Columns of the rows keep their names, also those that an earlier `predict` has left.
+    """
+    taken = {*columns, *predicted}
+    renamed = {}
+    for name, values in predicted.items():
+        new = name
+        while new in columns or new in renamed or (new != name and new in taken):
+            new += " (predicted)"
+        renamed[new] = values
+    return renamed
+
+
+def _new_cells(predicted: dict[str, list], count: int) -> list[tuple]:
+    """The cells that each of `count` rows gets, in the order of the columns."""
+    return list(zip(*predicted.values(), strict=True)) if predicted else [()] * count
+
+
+def _write_jsonl(path, split, predicted) -> None:
+    kept = set(_columns_without_bytes(split))
+    with path.open("w", encoding="utf-8") as file:
+        for row, new in zip(split.rows, _new_cells(predicted, len(split.rows)), strict=True):
+            cells = {name: cell for name, cell in row.cells.items() if name in kept}
+            cells.update(zip(predicted, new, strict=True))
+            file.write(f"{_as_json(cells)}\n")
+
+
+def _write_csv(path, split, predicted, is_for_excel) -> None:
+    kept = _columns_without_bytes(split)
+    with path.open("w", encoding="utf-8-sig" if is_for_excel else "utf-8", newline="") as file:
+        writer = csv.writer(file, delimiter=";" if is_for_excel else ",")
+        writer.writerow(_csv_cells([*kept, *predicted], is_for_excel))
+        for row, new in zip(split.rows, _new_cells(predicted, len(split.rows)), strict=True):
+            of_row = [row.cells.get(name) for name in kept]
+            writer.writerow(_csv_cells([*of_row, *new], is_for_excel))
+
+
+def _csv_cells(cells: list, is_for_excel: bool) -> list:
+    """Cells as a CSV file has them, which has no form for lists and dicts."""
+    shown = [_as_json(cell) if isinstance(cell, list | dict) else cell for cell in cells]
+    return [_excel_cell(cell) for cell in shown] if is_for_excel else shown
+
+
+def _as_json(value):
+    """A value as JSON; dates become texts, numbers that are not finite null."""
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), ensure_ascii=False, default=str)
+
+
+def _finite(value):
+    """A value with None for each number in it that is not finite."""
+    if isinstance(value, dict):
+        return {name: _finite(of_name) for name, of_name in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _columns_without_bytes(split):
+    """The names of the columns of a split in which no cell holds bytes; of the others the user is told."""
+    left_out = set()
+    for row in split.rows:
+        left_out.update(name for name, cell in row.cells.items() if _has_bytes(cell))
+    for name in sorted(left_out):
+        logger.warning(
+            f"{split.title}: column {name!r:.100} holds bytes, and is left out, as a file of text has no form for "
+            f"them; .parquet has"
+        )
+    return [name for name in split.columns if name not in left_out]
+
+
+def _has_bytes(cell):
+    """Whether a cell is bytes, or a list or a dict with some in it."""
+    waiting = [cell]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, bytes):
+            return True
+        if isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, list | tuple):
+            waiting.extend(value)
+    return False
+
+
+def _excel_cell(cell):
+    """
+    A cell as Excel shows it: numbers with decimal commas; an apostrophe before a text that Excel would compute as a
+    formula, which may start programs. A text that is a number is none.
+    """
+    if isinstance(cell, float):
+        return str(cell).replace(".", ",")
+    if isinstance(cell, str) and FORMULA.match(cell) and not A_NUMBER.fullmatch(cell):
+        return f"'{cell}"
+    return cell
