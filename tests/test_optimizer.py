@@ -174,7 +174,7 @@ def step_of(learner):
 def test_a_trial_leaves_the_scale_as_it_was():
     learner = make_learner()
     for _ in range(5):
-        learner.take_step(*step_of(learner)[:2])
+        learner.update(*step_of(learner)[:2], learning_rate=0.0)
     assert learner.accelerator.scaler.get_scale() > 1024
     learner.reset_optimizers()
     assert learner.accelerator.scaler.get_scale() == 1024
@@ -196,7 +196,7 @@ def test_a_step_whose_loss_or_gradient_is_not_finite_is_skipped_and_the_next_is_
 
     def step(number):
         """Whether the step is skipped; the weights and their moving averages after it."""
-        skipped = learner.step(number, step_of(learner), 1e-3).skipped
+        skipped = learner.train_on(step_of(learner), number, 1e-3).skipped
         return skipped, torch.cat([of.detach().flatten() for of in (*parameters, *learner.average.averages.values())])
 
     _, first = step(1)

@@ -32,15 +32,16 @@ RUN = [*SMALL, "--mixed_precision=no", "--license=mit"]
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tiny", pytest.param("mini", marks=pytest.mark.slow)])
 def test_a_dry_run_times_steps_of_each_length_and_leaves_no_file(books, tmp_path, monkeypatch, capsys, recipe):
-    take_step, taken = Learner.take_step, []
+    update = Learner.update
+    taken = []
 
-    def watched(learner, micro_batches, counts, *rate):
+    def watched(learner, micro_batches, counts, learning_rate):
         rows, widths = zip(*(batch["input_ids"].shape for batch in micro_batches), strict=True)
         taken.append((sum(rows), max(widths)))
-        assert not any(rate)
-        return take_step(learner, micro_batches, counts, *rate)
+        assert learning_rate == 0
+        return update(learner, micro_batches, counts, learning_rate)
 
-    monkeypatch.setattr(Learner, "take_step", watched)
+    monkeypatch.setattr(Learner, "update", watched)
     options = [f"--recipe={recipe}", "--vocab_size=400", "--dataloader_num_workers=0", "--dry_run"]
     options += ["--global_batch_size=8", "--batch_size_schedule=none", "--length_schedule=32:0.5", "--max_steps=20"]
     assert main(["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *options]) == 0

@@ -266,7 +266,7 @@ def break_at(place, error, monkeypatch):
 
 
 def test_a_bug_is_shown_with_its_traceback_and_where_to_report_it(books, tmp_path, monkeypatch, capsys):
-    break_at("training.learner.Learner.take_step", ValueError("operands could not be broadcast"), monkeypatch)
+    break_at("training.learner.Learner.update", ValueError("operands could not be broadcast"), monkeypatch)
     assert main(["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *LONG]) == 1
     said = capsys.readouterr().err
     assert "in stumble" in said and "this is a bug" in said and "CONTRIBUTING.md" in said.splitlines()[-1]
@@ -282,7 +282,7 @@ def test_out_of_memory_is_one_line_and_in_a_step_advises_smaller_ones(books, tmp
         break_at(f"tokenization.prepare.{reader}", error, monkeypatch)
     else:
         error = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 B.")
-        break_at("training.learner.Learner.take_step", error, monkeypatch)
+        break_at("training.learner.Learner.update", error, monkeypatch)
     line = fails("pretrain", "--corpus", text, "--documents=blank_line", "--output_dir", tmp_path / "out", *LONG)
     assert "out of memory" in line
     assert ("--micro_batch_size" in line and "--gradient_checkpointing" in line) == (not reader)

@@ -265,7 +265,7 @@ def test_the_time_of_a_run_is_that_of_all_steps_of_each_stage(monkeypatch):
     monkeypatch.setattr(schedule, "time", SimpleNamespace(monotonic=lambda: clock.now))
     stages = {0: 1.0, 40: 0.25, 90: 3.0, 99: 2.0}  # the last one is a single step
 
-    def take_step(micro_batches, counts, learning_rate):
+    def update(micro_batches, counts, learning_rate):
         assert learning_rate == 0
         (seconds,) = micro_batches
         clock.now += 9.0 if seconds != taken[-1] else seconds
@@ -276,7 +276,7 @@ def test_the_time_of_a_run_is_that_of_all_steps_of_each_stage(monkeypatch):
         return itertools.repeat(SimpleNamespace(micro_batches=[seconds], counts=None, words=100 * seconds))
 
     made = [Stage(first, end, None, None, 0) for first, end in itertools.pairwise([*stages, 100])]
-    learner = SimpleNamespace(take_step=take_step, accelerator=make_accelerator("no"))
+    learner = SimpleNamespace(update=update, accelerator=make_accelerator("no"))
     total, words = time_steps(learner, SimpleNamespace(stages=made, walk=walk))
     assert total == pytest.approx(40 * 1.0 + 50 * 0.25 + 9 * 3.0 + 2.0) and words == pytest.approx(100 * total)
     assert taken[1:] == [1.0] * 21 + [0.25] * 21 + [3.0] * 10 + [2.0] * 2

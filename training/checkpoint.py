@@ -70,7 +70,7 @@ class Progress:
         step: the number of steps done.
         cursor: where the pairs of the next step are (`Step.cursor` of data/steps.py).
         skipped_in_a_row: how many of the last steps were skipped, one after the other; 0 if the last one was not.
-        rows: the number of rows in the training log.
+        rows: the number of rows in the training log, which the log counts itself.
         words_seen: the words of the text in all steps.
     """
 
@@ -265,8 +265,10 @@ def find_checkpoint(wanted: str | None, folder: Path) -> Checkpoint | None:
     Raises:
         UserError: `wanted` is not a checkpoint, or is damaged; or all checkpoints in `folder` are damaged.
     """
+    if not wanted:
+        return None
     if wanted != "latest":
-        return wanted and read_checkpoint(Path(wanted))
+        return read_checkpoint(Path(wanted))
     paths = checkpoints(folder)
     for path in reversed(paths):
         try:
@@ -277,6 +279,7 @@ def find_checkpoint(wanted: str | None, folder: Path) -> Checkpoint | None:
                     f"{error}; there is no earlier checkpoint: --overwrite_output_dir starts anew"
                 ) from None
             logger.warning(f"{error}; trying the checkpoint before")
+    return None
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -301,13 +304,13 @@ def read_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint(path, state)
 
 
-def check_hashes(path: Path, hashes: dict[str, str], read: tuple[str, ...] = ()) -> None:
+def check_hashes(path: Path, hashes: dict[str, str], needed: tuple[str, ...] = ()) -> None:
     """
     Check the files of a checkpoint.
 
     Args:
         hashes: the SHA-256 of each file, by its name, from a record of the checkpoint.
-        read: the files that will be read, if they are there: each must have a hash.
+        needed: the files that will be read, if they are there: each must have a hash.
 
     Raises:
         UserError: a file is missing, is not as it was saved, or has no hash; or a name leads out of the folder.
@@ -318,7 +321,7 @@ def check_hashes(path: Path, hashes: dict[str, str], read: tuple[str, ...] = ())
             raise UserError(f"{name} is missing")
         if folders.content_hash(file) != saved_hash:
             raise UserError(f"{name} is not as it was saved")
-    for name in read:
+    for name in needed:
         if name not in hashes and (path / name).exists():
             raise UserError(f"{name} was not saved with it")
 
@@ -409,8 +412,10 @@ class WordSaver:
         In the main process, delete saved models that the run will save again, or, at its start, those of an earlier
         run; those that were saved before the checkpoint to resume from stay.
         """
+        is_new_run = self.progress.words_seen == 0
         for file in [*self.folder.glob(f"{PREFIX}*/{WORDS_FILE}")]:
-            if read_record(file, Words)["words"] in self.waiting or not self.progress.words_seen:
+            is_saved_again = read_record(file, Words)["words"] in self.waiting
+            if is_new_run or is_saved_again:
                 delete(file.parent)
 
     def save_due(self) -> None:

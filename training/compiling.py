@@ -1,7 +1,6 @@
 """torch.compile: the encoder blocks of a run, compiled."""
 
 import contextlib
-import logging
 from collections.abc import Iterator
 
 import torch
@@ -11,9 +10,6 @@ import torch.fx.experimental._config
 from torch import nn
 
 from d2l_bert.messages import explained
-
-
-logger = logging.getLogger(__name__)
 
 
 # Programs that the compiler may make for the encoder block: one for training, one for evaluation, for the last block,

@@ -298,7 +298,7 @@ class PretrainConfig(TextConfig):
     def contradictions(self, given: set[str]) -> Iterator[str]:
         """As in `Options`. Raises `UserError` itself for options that are written in no known form."""
         first_share, last_share = self.mlm_probabilities()
-        self.stages(max_steps=1)
+        self.stages(max_steps=1)  # raises if a schedule is no schedule
         yield from super().contradictions(given)
         lengths = [name for name in LENGTH_OPTIONS if getattr(self, name) is not None]
         if len(lengths) != 1:
@@ -356,13 +356,17 @@ class PretrainConfig(TextConfig):
         """
         The first step and the value of each entry of a schedule, and of the option that follows the schedule.
 
+        Of `16:0.3 32:0.2` before 48, in 100 steps: (0, 16), (30, 32), (50, 48). The last one has a step at least.
+
         Args:
             schedule: the name of the schedule's option.
             metavar: the word for the value of an entry, for messages.
             last: the name of the option whose value follows the schedule.
             least: the smallest value that an entry may have.
         """
-        stages, share, most = [], 0.0, getattr(self, last)
+        most = getattr(self, last)
+        stages = []
+        share = 0.0  # of the run, in the entries so far
         for entry in getattr(self, schedule):
             value, _, entry_share = entry.partition(":")
             smallest = max(least, stages[-1][1] + 1) if stages else least
@@ -376,7 +380,8 @@ class PretrainConfig(TextConfig):
             share += float(entry_share)
         if share >= 1:
             raise UserError(f"{schedule}: its shares must leave some steps for {last}")
-        return [*stages, (min(round(share * max_steps), max_steps - 1), most)]  # the last step at the least
+        first_of_last = min(round(share * max_steps), max_steps - 1)
+        return [*stages, (first_of_last, most)]
 
     def pairs_a_step(self, batch_size: int, length: int) -> int:
         """Pairs of `length` tokens in a step: as many tokens as `batch_size` pairs of `max_seq_length` have."""
@@ -396,8 +401,11 @@ class PretrainConfig(TextConfig):
 
     def known_license(self) -> str | None:
         """The licence of the model: `license`, or apache-2.0 if everything comes from python-docs, or None."""
-        others = self.dataset or self.existing_tokenizer()  # of a tokenizer, or of a model to start from
-        return self.license or ("apache-2.0" if self.text_paths() == ["python-docs"] and not others else None)
+        if self.license:
+            return self.license
+        # The tokenizer may be that of a model to start from.
+        has_more = bool(self.dataset or self.existing_tokenizer())
+        return "apache-2.0" if self.text_paths() == ["python-docs"] and not has_more else None
 
 
 def _value_at(step, stages):

@@ -82,13 +82,13 @@ class Learner:
     # -----------------------------------------------------------------------------------------------------------------
     # Train
 
-    def step(self, number: int, step: Step, learning_rate: float) -> StepStats:
+    def train_on(self, step: Step, number: int, learning_rate: float) -> StepStats:
         """
-        Train on one batch.
+        Take a step of the run: draw its dropout, train on its batch, and add the weights to their average.
 
         Args:
-            number: the step, counted from 1.
             step: this process's share of the batch.
+            number: of the step, counted from 1.
 
         Returns:
             The losses, the gradient norm and the counts of the whole batch, summed over all processes.
@@ -96,14 +96,14 @@ class Learner:
         # The seed of dropout follows from the step, so that a checkpoint needs no state of the generator.
         seed = short_hash(self.run.seed, number, self.accelerator.process_index)
         torch.manual_seed(int(seed, 16) % 2**63)
-        stats = self.take_step(step.micro_batches, step.counts, learning_rate)
+        stats = self.update(step.micro_batches, step.counts, learning_rate)
         if self.average and not stats.skipped:
             self.average.update(number)
         return stats
 
-    def take_step(self, micro_batches: list[dict], counts: Counts, learning_rate: float = 0.0) -> StepStats:
+    def update(self, micro_batches: list[dict], counts: Counts, learning_rate: float) -> StepStats:
         """
-        Train on one batch; skip the update of the weights if the loss or the gradient is not finite.
+        Compute loss and gradient of a batch, and update the weights; not if the loss or the gradient is not finite.
 
         Each loss is a sum over the whole batch of all processes, divided once by the batch's count, so that the
         gradient does not depend on how the batch is split. At a rate of 0 only optimizer state changes, which
@@ -116,11 +116,11 @@ class Learner:
         accelerator = self.accelerator
         model = self.wrapped_model
         device = accelerator.device
-        counts = accelerator.reduce(counts.to_tensor(device), "sum")
+        counts = Counts(*accelerator.reduce(counts.to_tensor(device), "sum"))
         # A step of nothing but `[UNK]` has no token to predict, and one without a pair has no label: a loss of 0 / 1.
-        divisors = {"num_items_in_batch": counts[0].clamp(min=1)}
+        divisors = {"num_items_in_batch": counts.masked_tokens.clamp(min=1)}
         if "next_sentence_label" in micro_batches[0]:
-            divisors["num_pairs_in_batch"] = counts[1].clamp(min=1)
+            divisors["num_pairs_in_batch"] = counts.examples.clamp(min=1)
         losses = torch.zeros(2, device=device)
         for number, batch in enumerate(micro_batches, 1):
             batch = on_each(lambda tensor: tensor.to(device, non_blocking=True), batch)
@@ -129,7 +129,8 @@ class Learner:
             is_synced = number == len(micro_batches) or accelerator.is_fsdp2
             with contextlib.nullcontext() if is_synced else accelerator.no_sync(model):
                 with accelerator.autocast():
-                    # FSDP2 gathers a shard of the decoder only in its forward pass, which skipped logits leave out.
+                    # FSDP2 makes the shards of a layer whole only when the layer is called. The loss without logits
+                    # does not call the decoder, and would read a shard.
                     outputs = model(**batch, **divisors, skip_logits=not accelerator.is_fsdp2)
                 # DDP and FSDP2 average gradients over the processes; the factor turns the average into the sum.
                 accelerator.backward(outputs.loss * accelerator.num_processes)
@@ -139,31 +140,38 @@ class Learner:
             losses += torch.stack([mlm_loss, pair_loss]).detach()
         norm = shards.full_tensor(accelerator.clip_grad_norm_(model.parameters(), self.run.max_grad_norm))
         # Reduced over all processes, so that every process skips the same steps.
-        stats = torch.cat([accelerator.reduce(losses, "sum"), norm[None].to(device), counts]).tolist()
-        mlm_loss, pair_loss, grad_norm, *counted = stats
-        is_loss_finite = math.isfinite(mlm_loss) and math.isfinite(pair_loss)
-        is_gradient_finite = math.isfinite(grad_norm)
+        mlm_loss, pair_loss = accelerator.reduce(losses, "sum")
+        # In the order of `StepStats`. All at once, as each number that is read from a GPU makes the CPU wait for it.
+        figures = torch.stack([mlm_loss, pair_loss, norm.to(device), *counts]).tolist()
+        stats = StepStats(*figures, skipped=0.0)
+        is_loss_finite = math.isfinite(stats.mlm_loss) and math.isfinite(stats.pair_loss)
+        is_gradient_finite = math.isfinite(stats.grad_norm)
         self._update_weights(learning_rate, is_loss_finite, is_gradient_finite)
-        is_skipped = not (is_loss_finite and is_gradient_finite)
-        return StepStats(mlm_loss, pair_loss, grad_norm, *counted, skipped=float(is_skipped))
+        if is_loss_finite and is_gradient_finite:
+            return stats
+        return stats._replace(skipped=1.0)
 
     def _update_weights(self, learning_rate, is_loss_finite, is_gradient_finite):
-        """Let the optimizers take a step if loss and gradient are finite; then clear the gradients."""
-        scaler = self.accelerator.scaler  # of fp16 alone
+        """
+        Let the optimizers take a step if loss and gradient are finite; then clear the gradients.
+
+            loss        gradient    without a scaler    with fp16's scaler
+            finite      finite      step                step
+            any         infinite    nothing             step: the scaler leaves it out itself, and lowers its scale
+            infinite    finite      nothing             the scaler's update alone: it would take the step
+        """
+        scaler = self.accelerator.scaler
         for optimizer in self.wrapped_optimizers:
-            takes_step = is_loss_finite and is_gradient_finite
-            if scaler and not is_gradient_finite:
-                takes_step = True  # the scaler leaves the step out, and must see the gradient to lower its scale
-            if takes_step:
+            if (is_loss_finite and is_gradient_finite) or (scaler and not is_gradient_finite):
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate
                 optimizer.step()
-            elif scaler:  # the loss alone is not finite: the scaler would take the step
+            elif scaler:
                 scaler.update()
             optimizer.zero_grad()
 
     def reset_optimizers(self) -> None:
-        """Optimizer state and fp16's scaler as they were before the first `take_step`."""
+        """Optimizer state and fp16's scaler as they were before the first `update`."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
         if self.accelerator.scaler:
@@ -340,6 +348,10 @@ def moment_name(parameter: str, key: str) -> str:
 
 
 def parts_of_moment_name(name: str) -> tuple[str, str]:
-    """The names of the parameter and of the tensor; of the name of a parameter itself, that and ""."""
+    """
+    The names of the parameter and of the tensor: `pooler.weight` and `exp_avg` of `pooler.weight|exp_avg`.
+
+    Of the name of a parameter itself, as weights and averages have it, that name and "".
+    """
     parameter, _, key = name.partition("|")
     return parameter, key

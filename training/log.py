@@ -279,7 +279,9 @@ class RunLog:
         if not self.steps:
             return
         seconds = time.monotonic() - self.row_began
-        total = StepStats(*(sum(of_steps) for of_steps in zip(*self.steps, strict=True)))  # losses are not read
+        total = StepStats(
+            *(sum(of_steps) for of_steps in zip(*self.steps, strict=True))
+        )  # its counts are read, no loss
         operations = training_arithmetic(self.architecture, total, self.task is not None)
         row = {"step": self.progress.step, **self._mean_losses()}
         row["learning_rate"] = self.learning_rate
@@ -298,8 +300,8 @@ class RunLog:
         self.start_clock()
         self.record(row)
 
-    def last_evaluation(self) -> dict[str, float]:
-        """The figures of the last evaluation, if it was after the last step; else nothing."""
+    def evaluation_of_this_step(self) -> dict[str, float]:
+        """The figures of the evaluation after the last step; nothing if there was none."""
         found = {}
         for row in self.rows:
             if kind_of(row) == "held_out" and row["step"] == self.progress.step:

@@ -70,23 +70,26 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
         with together():
             trackers = check_options(architecture, run)
             folder = run_folder.folder_of(run)
+            # From here on `run` is filled in: by the device, the text, and at last with the number of steps.
             accelerator = devices.make_accelerator(run.mixed_precision, log_with=trackers, project_dir=folder)
             run = devices.with_defaults(run, architecture, accelerator)
             run.check()  # the launcher's precision, too, must go with the other options
         if accelerator.device.type == "cuda" and accelerator.mixed_precision == "no":
             torch.set_float32_matmul_precision("high")  # TF32, with 10 bits of mantissa
         if not run.dry_run:  # a dry run writes nothing
-            on_main(stack.enter_context, folders.locked_folder(folder))
+            on_main(stack.enter_context, folders.locked_folder(folder))  # the main process alone holds the lock
         on_main(run_folder.check_output_folder, run, folder, run.init_from)
         resumed = None if run.dry_run else on_main(checkpoint.find_checkpoint, run.resume_from_checkpoint, folder)
-        if run.init_from is not None and not resumed:  # what cannot be loaded is refused before the text is read
+        if run.init_from is not None and not resumed:
+            # Loaded once to see that it can be: what cannot is refused before the text is read.
             on_main(initialize.start_from, run, architecture, share_result=False)
         if run.push_to_hub:
             run = dataclasses.replace(run, hub_model_id=run.hub_model_id or folders.real(folder).name)
             on_main(check_push, run.hub_model_id, run.known_license(), run.dry_run)
         text = main_first(initialize.prepare_with_tokenizer, run)
         with together():
-            run = with_objective(dataclasses.replace(run, **text.token_options), text)
+            run = dataclasses.replace(run, **text.token_options)  # a prepared text has decided some options
+            run = with_objective(run, text)
         architecture = copy.deepcopy(architecture)
         architecture.vocab_size = len(text.tokenizer)
         architecture.pad_token_id = text.tokenizer.pad_token_id
@@ -157,10 +160,11 @@ def train(
     with together():
         held_out = HeldOutPairs(text.held_out, text.tokenizer, run, run.most_tokens(), text.held_out_name(), ranks)
         held_out.first_with_target()  # a text without a pair is refused before the first step
-        one_segment = held_out.one_segment_accuracy()
+        beside = held_out.one_segment_accuracy()
         identity = run_folder.make_identity(run, architecture, text)
     on_main(run_folder.check_same_identity, gather_object([identity]))
-    learner = Learner(accelerator, build_model(run, architecture, text, accelerator, resumed is None), run)
+    model = build_model(run, architecture, text, accelerator, resumed is None)
+    learner = Learner(accelerator, model, run)
     with compiling.compiled_blocks(learner.model, run.torch_compile):
         progress = Progress()
         if resumed:
@@ -185,7 +189,7 @@ def train(
         log = RunLog(accelerator, folder, run, architecture, progress)
         checkpoints = CheckpointSaver(learner, folder, text.tokenizer, run, identity, progress, resumed)
         stop = StopSignals(accelerator)
-        loop = Loop(run, learner, held_out, one_segment, progress, log, words, checkpoints, stop)
+        loop = Loop(run, learner, held_out, beside, progress, log, words, checkpoints, stop)
         # Within the block a signal ends the run after its step; before and after it, the process at once.
         with stop, contextlib.closing(log.bar), contextlib.closing(loop.batches(steps)) as batches:
             loop.train(batches)
@@ -194,7 +198,7 @@ def train(
     words.report_missing()
     model = learner.full_model(averaged=True)
     metrics = {
-        **log.last_evaluation(),
+        **log.evaluation_of_this_step(),
         **log.initial_metrics(),
         **on_main(log.speed),
         "train_words_seen": progress.words_seen,
@@ -217,7 +221,7 @@ class Loop:
     run: PretrainConfig
     learner: Learner
     held_out: HeldOutPairs
-    one_segment: dict[str, float]
+    beside: dict[str, float]  # figures to read those of an evaluation beside, of one segment alone
     progress: Progress
     log: RunLog
     words: WordSaver
@@ -243,12 +247,12 @@ class Loop:
         log.start_clock()
         while progress.step < self.run.max_steps:
             with log.waiting():
-                batch = next(batches, None)  # None if a signal has come to this process, of which the vote tells all
-            if self.stop.should_stop():
+                batch = next(batches, None)  # None if this process has received a signal
+            if self.stop.should_stop():  # if any process has
                 return
             number = progress.step + 1
             rate = schedule.learning_rate(self.run, number)
-            stats = self.learner.step(number, batch, rate)
+            stats = self.learner.train_on(batch, number, rate)
             progress.add(batch.cursor, batch.words, bool(stats.skipped))
             log.add_step(stats, rate)
             due = schedule.due_after(self.run, number)
@@ -266,18 +270,19 @@ class Loop:
 
     def is_start_evaluated(self) -> bool:
         """Whether the model is evaluated before the first step that this process takes."""
-        if self.log.last_evaluation():
+        if self.log.evaluation_of_this_step():
             return False
         if self.progress.step:  # a signal has kept the run before from the evaluation that was due
             return "evaluate" in schedule.due_after(self.run, self.progress.step)
         return self.run.init_from is not None or self.run.attention_init == "bigrams"  # it knows something already
 
     def evaluate(self) -> None:
-        """Evaluate on the held-out pairs, and log the figures; not if a signal comes, as they are of a part then."""
+        """Evaluate on the held-out pairs, and log the figures; nothing if a signal comes."""
+        # Before each batch the processes vote whether to stop; figures of a part of the batches are dropped.
         batches = itertools.takewhile(lambda _: not self.stop.should_stop(), self.held_out)
         metrics = self.learner.evaluate(batches)
         if metrics and not self.stop.should_stop():
-            self.log.record({"step": self.progress.step, **metrics, **self.one_segment})
+            self.log.record({"step": self.progress.step, **metrics, **self.beside})
 
     def end_early(self) -> None:
         """
@@ -337,7 +342,8 @@ def with_max_steps(
         max_steps = schedule.find_max_steps(run, text, learner, held_out, ranks)
     else:
         max_steps = resumed.state["max_steps"]
-        if run.max_steps not in (None, max_steps):  # somebody has changed the checkpoint
+        # `check_identity` has compared the options, `max_steps` among them: here somebody has changed the checkpoint.
+        if run.max_steps not in (None, max_steps):
             raise UserError(f"{resumed.path}: is of a run of {max_steps:,} steps; give --max_steps that")
     return dataclasses.replace(run, max_steps=max_steps, num_train_epochs=None, max_minutes=None)
 

@@ -51,13 +51,13 @@ CPUINFO = Path("/proc/cpuinfo")
 ATTEMPTS, PREDICTIONS_FILE = "attempts", "predictions.csv"
 
 
-def check_output_folder(run, folder: Path, start: str | None, is_finetuning: bool = False) -> None:
+def check_output_folder(run, folder: Path, start_model: str | None, is_finetuning: bool = False) -> None:
     """
     Check that a run may write to a folder, which need not exist.
 
     Args:
         run: the options, with `overwrite_output_dir` and `resume_from_checkpoint`.
-        start: the folder or id of the model to start from, if there is one.
+        start_model: the folder or id of the model to start from, if there is one.
         is_finetuning: whether the command is `finetune`.
 
     Raises:
@@ -71,8 +71,9 @@ def check_output_folder(run, folder: Path, start: str | None, is_finetuning: boo
         return
     refuse_foreign_entries(folder)
     place = f"output_dir {folder}"
-    if start and folders.real(start).exists() and folders.real(start).is_relative_to(folders.real(folder)):
-        raise UserError(f"{place}: holds the model to start from; name another folder")
+    if start_model and folders.real(start_model).exists():
+        if folders.real(start_model).is_relative_to(folders.real(folder)):
+            raise UserError(f"{place}: holds the model to start from; name another folder")
     entries = _entries_of_runs(folder)
     if not entries:
         return
@@ -91,7 +92,8 @@ def check_output_folder(run, folder: Path, start: str | None, is_finetuning: boo
     elif wanted not in (None, "latest"):
         if folders.real(wanted).parent != folders.real(folder):
             raise UserError(f"{place}: holds another run than that of {wanted}; name a new folder")
-    elif _is_finished_without_checkpoint(folder, entries) and not is_finetuning:  # which may get further seeds
+    elif _is_finished_without_checkpoint(folder, entries) and not is_finetuning:
+        # A finished fine-tuning may get further seeds.
         raise UserError(f"{place}: holds a finished run and no checkpoint to go on from; {ways_out}")
     elif wanted is None:
         raise UserError(f"{place}: holds a run; go on with --resume_from_checkpoint latest, {ways_out}")
@@ -210,9 +212,9 @@ def architecture_numbers(architecture: D2lBertConfig) -> dict:
     return {name: getattr(architecture, name) for name in D2lBertConfig.__annotations__}
 
 
-def start_folder(folder: Path, record: dict, start: int) -> None:
+def start_folder(folder: Path, record: dict, start_step: int) -> None:
     """
-    Write `run_config.json`, and delete the checkpoints of an earlier run after step `start`.
+    Write `run_config.json`, and delete the checkpoints of an earlier run after step `start_step`.
 
     Unfinished checkpoints, which a killed run left, are deleted, too. A run that starts from step 0 also deletes an
     earlier run's weights, metrics, curves and card. A resumed run keeps a finished model and its `run_config.json`
@@ -220,27 +222,27 @@ def start_folder(folder: Path, record: dict, start: int) -> None:
 
     Args:
         record: the content of `run_config.json`.
-        start: the steps done before: the step of the checkpoint to resume from, or 0.
+        start_step: the steps done before: the step of the checkpoint to resume from, or 0.
 
     Raises:
         UserError: `run_config.json` cannot be written.
     """
-    later = [path for path in checkpoint.checkpoints(folder) if checkpoint.step_of(path) > start]
-    if start and later:
-        logger.warning(
-            f"{folder}: {', '.join(path.name for path in later)} deleted, as the run goes on from step {start}"
-        )
+    later = [path for path in checkpoint.checkpoints(folder) if checkpoint.step_of(path) > start_step]
+    if start_step and later:
+        names = ", ".join(path.name for path in later)
+        logger.warning(f"{folder}: {names} deleted, as the run goes on from step {start_step}")
     for old in checkpoint.checkpoints(folder, unfinished=True):
         if old in later or old.name.startswith("."):
             checkpoint.delete(old)
     with writing(folder, ", and give the same command again"):
         for lock in folder.glob(".*.part.lock"):  # as `folders.lock_of` names them; a killed run left them
             lock.unlink()
-        if start == 0:
+        if start_step == 0:
+            # The weights first, so that a run that is killed here leaves none without the files that describe them.
             others = (card.METRICS_FILE, card.CURVES_FILE, card.CARD_FILE, card.RELEASE_FILE)
             for name in (checkpoint.WEIGHTS_FILE, *others):
                 (folder / name).unlink(missing_ok=True)
-                folders.sync(folder)  # the weights never stand alone
+                folders.sync(folder)
         if not (folder / checkpoint.WEIGHTS_FILE).exists():
             # Before the log, because `check_output_folder` refuses a folder with a log and no run_config.json.
             folders.write_json(folder / card.RUN_FILE, record)
@@ -353,8 +355,9 @@ def make_identity(run: PretrainConfig, architecture: D2lBertConfig, text: Prepar
     """
     What all processes of a run, its checkpoints, and the runs that resume from these must share, by the names in error
     messages.
+
+    The order matters: `check_identity` names the first difference, so a cause comes before its effect.
     """
-    # `check_identity` names the first difference, so the cause comes before its effect.
     identity = {"data order (version)": order.DATA_ORDER, **architecture_numbers(architecture), **run.identity()}
     # A run that holds nothing out trains its tokenizer on the whole text: this is the cause of other fingerprints.
     identity["validation text"] = "none" if text.validation is None else "given"

@@ -118,9 +118,9 @@ def time_steps(learner: Learner, steps: TrainingSteps) -> tuple[float, float]:
         seconds, words = [], []
         for step in itertools.islice(steps.walk(stage.first_step), min(count, STEPS_TIMED)):
             if not seconds:  # taken twice: the first time it allocates memory, and compiles
-                learner.take_step(step.micro_batches, step.counts, learning_rate=0.0)
+                learner.update(step.micro_batches, step.counts, learning_rate=0.0)
             start = time.monotonic()
-            learner.take_step(step.micro_batches, step.counts, learning_rate=0.0)
+            learner.update(step.micro_batches, step.counts, learning_rate=0.0)
             seconds.append(time.monotonic() - start)
             words.append(step.words)
         if seconds:

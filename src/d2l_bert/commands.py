@@ -165,9 +165,13 @@ def resolve_pretrain(arguments) -> tuple:
     architecture = arguments.architecture
     if run.init_from is not None:
         architecture = initialize.read_architecture(run.init_from)
-    changes = {name: getattr(arguments, name) for name in recipes.architecture_options() if name in arguments}
+    fields = architecture.to_dict()
+    for name in recipes.architecture_options():
+        if name in arguments:
+            fields[name] = getattr(arguments, name)
     with messages.explained("the architecture", "", ValueError):
-        return type(architecture)(**{**architecture.to_dict(), **changes}), run
+        changed_architecture = type(architecture)(**fields)
+    return changed_architecture, run
 
 
 def _refuse_what_is_fixed(arguments, run):

@@ -169,20 +169,20 @@ def as_word(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def flags(config: type, given: dict, defaults: dict, others: Sequence[str]) -> list[str]:
+def flags(config: type, values: dict, defaults: dict, others: Sequence[str]) -> list[str]:
     """
     The options that differ from the defaults, as words of a command line that repeats a run.
 
     Args:
         config: the dataclass of options.
-        given, defaults: the values of all options, by name.
+        values, defaults: of all options, by name.
         others: options to give beside those that decide what the run computes (`Options.identity`).
     """
     words = []
     for field in dataclasses.fields(config):
         is_relevant = field.metadata["identity"] or field.name in others
-        if is_relevant and given[field.name] != defaults[field.name]:
-            words += flag(field.name, given[field.name])
+        if is_relevant and values[field.name] != defaults[field.name]:
+            words += flag(field.name, values[field.name])
     return words
 
 
@@ -300,7 +300,8 @@ def _is_within(number, within):
 def value_of(kind: type, text: str, within: str | None = None, is_path: bool = False):
     """The value of an option's type that a word of the command line stands for, checked by `what_is_wrong`."""
     value = text
-    for read in (_truth, float, int):  # a word is a value of the first kind that the option's type has
+    # A word is a value of the first kind that the option's type has; to a type that is int alone, 5.0 is none.
+    for read in (_truth, float, int):
         try:
             read_as = read(text.lower())
         except ValueError:
