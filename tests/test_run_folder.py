@@ -129,5 +129,5 @@ def test_a_run_that_goes_on_deletes_the_locks_of_one_that_was_killed(trained, tm
     folder = Path(shutil.copytree(trained, tmp_path / "model"))
     lock = folders.lock_of(folder / "checkpoint-40")
     lock.touch()
-    run_folder.start_folder(folder, {}, start=40)
+    run_folder.start_folder(folder, {}, start_step=40)
     assert not lock.exists() and (folder / "checkpoint-40").is_dir()

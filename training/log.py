@@ -279,9 +279,8 @@ class RunLog:
         if not self.steps:
             return
         seconds = time.monotonic() - self.row_began
-        total = StepStats(
-            *(sum(of_steps) for of_steps in zip(*self.steps, strict=True))
-        )  # its counts are read, no loss
+        # Of these sums only the counts are read; losses of skipped steps may be NaN.
+        total = StepStats(*(sum(of_steps) for of_steps in zip(*self.steps, strict=True)))
         operations = training_arithmetic(self.architecture, total, self.task is not None)
         row = {"step": self.progress.step, **self._mean_losses()}
         row["learning_rate"] = self.learning_rate
