@@ -133,10 +133,10 @@ def render_card(folder: Path, name: str | None = None, parameters: int | None = 
     """
     way_out = f"put back the {RUN_FILE}, {METRICS_FILE} and {RELEASE_FILE} that were written there, or take them out"
     with explained(f"{folder}: its files cannot be shown on a card", way_out, *CARD_ERRORS):
-        return _rendered(folder, shown(name or folder.resolve().name), parameters or count_parameters(folder))
+        return _render(folder, shown(name or folder.resolve().name), parameters or count_parameters(folder))
 
 
-def _rendered(folder, name, parameters):
+def _render(folder, name, parameters):
     config = read_record(folder / "config.json", ConfigFile)
     records = facts.Records(
         name=name,
@@ -397,7 +397,7 @@ def read_card(folder: Path, license: str | None = None) -> ModelCard:
     path = folder / CARD_FILE
     check_within(path, folder)
     if not path.is_file():
-        card = rendered_card(folder)
+        card = card_of_records(folder)
     else:
         with explained(f"{path}: cannot be read", "fix it, or delete it, and it is written again", *CARD_ERRORS):
             if path.stat().st_size > LARGEST_CARD:
@@ -410,8 +410,8 @@ def read_card(folder: Path, license: str | None = None) -> ModelCard:
     return card
 
 
-def rendered_card(folder: Path, name: str | None = None) -> ModelCard:
-    """The card that follows from a folder's records, as `render_card` writes it, which raises `UserError`."""
+def card_of_records(folder: Path, name: str | None = None) -> ModelCard:
+    """The card that follows from a folder's records, read back from what `render_card` writes; raises `UserError`."""
     return ModelCard(render_card(folder, name))
 
 
@@ -432,21 +432,24 @@ def carry_card(source: str, folder: Path, name: str, has_figures: bool = True, e
     Raises:
         UserError: the source has a record that cannot be read, or one that names a picture outside of its folder.
     """
-
-    def copy(*files):
-        for file in files:
-            if found := find_file(source, file):
-                shutil.copyfile(found, folder / file)
-
-    copy(CARD_FILE, RUN_FILE, CURVES_FILE, *([METRICS_FILE] if has_figures else []))
+    for file in (CARD_FILE, RUN_FILE, CURVES_FILE):
+        _copy_file(source, folder, file)
+    if has_figures:
+        _copy_file(source, folder, METRICS_FILE)
     try:
-        _write_carried_card(source, folder, name, export, copy)
+        _write_carried_card(source, folder, name, export)
     except UserError as error:  # of a file that was copied: it is the source's
         raise UserError(str(error).replace(str(folder), source)) from None
 
 
-def _write_carried_card(source, folder, name, export, copy):
-    """The card of a converted model, whose records are copied already; `copy` copies further files of the source."""
+def _copy_file(source, folder, file):
+    """Copy a file of the model `source` into a folder, if the model has it."""
+    if found := find_file(source, file):
+        shutil.copyfile(found, folder / file)
+
+
+def _write_carried_card(source, folder, name, export):
+    """Write the card of a converted model, whose records are copied already, and copy the pictures that it shows."""
     metrics = read_record(folder / METRICS_FILE, Metrics, allow_nan=True)
     for picture in metrics.get("pictures", {}):
         if not re.fullmatch(PICTURE_FILE, picture):
@@ -454,11 +457,11 @@ def _write_carried_card(source, folder, name, export, copy):
                 f"{source}: its {METRICS_FILE} names the picture {picture!r:.200}, and a picture is a .png, .jpg or "
                 f".svg in the folder itself; take the name out"
             )
-        copy(picture)
+        _copy_file(source, folder, picture)
     if export:
         write_json(folder / METRICS_FILE, {**metrics, "export": export})
     before = read_card(folder).data
-    card = rendered_card(folder, name)
+    card = card_of_records(folder, name)
     for field in ("license", "language", "datasets", "base_model"):  # what the card lacks follows from the run
         setattr(card.data, field, getattr(before, field, None) or getattr(card.data, field, None))
     (folder / CARD_FILE).write_text(card.content, encoding="utf-8")

@@ -265,7 +265,7 @@ def check_card(folder: Path, license: str | None = None) -> None:
     """
     path = folder / cards.CARD_FILE
     card = cards.read_card(folder, license)
-    expected = cards.rendered_card(folder)
+    expected = cards.card_of_records(folder)
     if not card.data.license:
         raise UserError(f"{path}: has no licence; give --license, such as apache-2.0")
     way_out = f"put back what belongs there, or delete {cards.CARD_FILE}, and it is written again"

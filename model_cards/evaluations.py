@@ -106,6 +106,7 @@ def _update(folder, text, figures, blimp):
     card.data.eval_results = _new_results(card, before, metrics, read_record(folder / cards.RUN_FILE))
     card.data.model_name = card.data.model_name or shown(folder.resolve().name)
     place = SECTION if SECTION.search(card.text) else PLACE
+    # A function gives the section, as `sub` would read backslashes in a text as references to groups.
     card.text = place.sub(lambda _: section, card.text, count=1)
     # Both are written before either is moved to its place: on a full disk both stay as they were.
     with (

@@ -294,6 +294,7 @@ def _lengths(records):
 
 
 def _masks(run):
+    """How tokens are masked; `mlm_probability` is such as 0.15, or 0.3->0.15 where it falls over the run."""
     shares = str(run["mlm_probability"]).split("->")
     chosen = " falling to ".join(percent(share) for share in shares)
     masked = run.get("mask_replace_prob", 0.8)

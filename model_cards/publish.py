@@ -158,8 +158,8 @@ def operations(api: HfApi, repo_id: str, revision: str | None, files: dict[str, 
     found = []
     for name, file in files.items():
         found.append(CommitOperationAdd(name, file if isinstance(file, bytes) else str(file)))
-    there = {file.rfilename for file in api.model_info(repo_id, revision=revision).siblings or []}
-    for name in there - files.keys():
+    on_hub = {file.rfilename for file in api.model_info(repo_id, revision=revision).siblings or []}
+    for name in on_hub - files.keys():
         if any(fnmatchcase(name, pattern) for pattern in checks.WRITTEN):
             found.append(CommitOperationDelete(name))
     return found
