@@ -291,10 +291,8 @@ BERT_NAMES = (
     ("nsp.output.", "cls.seq_relationship."),
 )
 # Fields of a configuration that both sides have, with the same meaning.
-SHARED_FIELDS = (
-    *(name for name in D2lBertConfig.__annotations__ if name != "embedding_layer_norm"),
-    *("id2label", "label2id", "problem_type"),
-)
+SHARED_FIELDS = [name for name in D2lBertConfig.__annotations__ if name != "embedding_layer_norm"]
+SHARED_FIELDS += ["id2label", "label2id", "problem_type"]
 # Classes, with the most heads first, and arguments. A checkpoint whose config.json names one of these classes may have
 # the weights of any other: it is loaded as the first of which it lacks no weight.
 PRETRAINED = (
@@ -310,8 +308,12 @@ HEAD_WEIGHT = re.compile(r"(mlm|nsp|cls)\.")
 # What turns an encoder into a sentence-transformers model: its modules, the settings of lengths and prompts, and a
 # folder such as 1_Pooling for each module behind the encoder.
 SENTENCE_TRANSFORMER_FILES = [
-    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
-    *("[0-9]_*/config.json", "[0-9]_*/model.safetensors", "[0-9]_*/pytorch_model.bin"),
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "[0-9]_*/config.json",
+    "[0-9]_*/model.safetensors",
+    "[0-9]_*/pytorch_model.bin",
 ]
 
 
