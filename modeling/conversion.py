@@ -291,10 +291,8 @@ BERT_NAMES = (
     ("nsp.output.", "cls.seq_relationship."),
 )
 # Fields of a configuration that both sides have, with the same meaning.
-SHARED_FIELDS = (
-    *(name for name in D2lBertConfig.__annotations__ if name != "embedding_layer_norm"),
-    *("id2label", "label2id", "problem_type"),
-)
+SHARED_FIELDS = [name for name in D2lBertConfig.__annotations__ if name != "embedding_layer_norm"]
+SHARED_FIELDS += ["id2label", "label2id", "problem_type"]
 # Classes, with the most heads first, and arguments. A checkpoint whose config.json names one of these classes may have
 # the weights of any other: it is loaded as the first of which it lacks no weight.
 PRETRAINED = (
@@ -310,8 +308,12 @@ HEAD_WEIGHT = re.compile(r"(mlm|nsp|cls)\.")
 # What turns an encoder into a sentence-transformers model: its modules, the settings of lengths and prompts, and a
 # folder such as 1_Pooling for each module behind the encoder.
 SENTENCE_TRANSFORMER_FILES = [
-    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
-    *("[0-9]_*/config.json", "[0-9]_*/model.safetensors", "[0-9]_*/pytorch_model.bin"),
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "[0-9]_*/config.json",
+    "[0-9]_*/model.safetensors",
+    "[0-9]_*/pytorch_model.bin",
 ]
 
 
@@ -344,12 +346,16 @@ def read_model(
         library = transformers
         prefix = ""
     saved = (config.architectures or [""])[0].removeprefix("D2l")
-    is_certain = saved not in dict(PRETRAINED) and hasattr(modeling_d2l_bert, f"D2l{saved}")
-    for kind, options in [(saved, {})] if is_certain else PRETRAINED:
+    candidates = PRETRAINED
+    if saved not in dict(PRETRAINED) and hasattr(modeling_d2l_bert, f"D2l{saved}"):
+        candidates = [(saved, {})]  # a fine-tuned head: config.json names the class for certain
+    # Two names of one weight of a stock BERT.
+    names_of_bias = {"cls.predictions.decoder.bias", "cls.predictions.bias"}
+    for kind, options in candidates:
         model, missing, unused = load_and_compare(getattr(library, prefix + kind), name, config=config, **options)
         if missing == {"cls.predictions.decoder.bias"}:  # as Transformers 4 saves a BERT that is not tied
             model.cls.predictions.decoder.bias = model.cls.predictions.bias
-        if missing < {"cls.predictions.decoder.bias", "cls.predictions.bias"}:  # one of two names of a weight, or none
+        if missing < names_of_bias:  # nothing is missing, or the weight has only one of its names
             break
     else:
         raise UserError(f"the model has no weights for {min(missing)}; save the model again with save_pretrained")
@@ -428,7 +434,9 @@ def _converted(model, other_class, config, back):
     if "cls.predictions.decoder.bias" in state:
         # A copy: `save_pretrained` leaves out one of two weights that share their memory.
         state["cls.predictions.bias"] = state["cls.predictions.decoder.bias"].clone()
-    options = {"add_pooling_layer": False} if getattr(model, "pooler", ...) is None else {}
+    options = {}
+    if hasattr(model, "pooler") and model.pooler is None:  # an encoder that was saved without the layer for [CLS]
+        options["add_pooling_layer"] = False
     converted, *_ = load_and_compare(other_class, None, config=config, state_dict=state, dtype=model.dtype, **options)
     # In float64, where no difference is one of rounding.
     difference = largest_difference(copy.deepcopy(model).double(), copy.deepcopy(converted).double())

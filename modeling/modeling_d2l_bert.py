@@ -91,9 +91,11 @@ def dropout_mask(anchor: torch.Tensor, shape: Sequence[int], dropped: int) -> to
     `aggressive_recomputation` the backward pass would draw another mask than the forward pass.
 
     Args:
-        anchor: a new `torch.empty(0)` for each call: the compiler merges calls with equal arguments into one mask, and
-            never takes two empty tensors for equal. (With the values to be dropped as the argument, the compiler would
-            have to compute and store them first.)
+        anchor: a new `torch.empty(0)`, which makes each call distinct. The compiler merges calls with equal arguments:
+            without it, layers of one shape would share a mask. (The values to be dropped would make calls distinct,
+            too, but the compiler would have to store them first.)
+        shape: of the mask.
+        dropped: how many of the 2^16 numbers of 16 bits mean "dropped".
     """
     seed = torch.randint(2**63 - 1, ()).item()
     count = torch.Size(shape).numel()
@@ -227,7 +229,7 @@ class D2lBertMultiHeadAttention(nn.Module):
             shape = (*states.shape[:-1], self.config.num_attention_heads, self.head_size)
             return states.view(shape).transpose(1, 2)  # (B, N, Q or T, D)
 
-        if queries is hidden_states:
+        if queries is hidden_states:  # all positions are queries: the three are computed together
             query, key, value = linear_together((self.query, self.key, self.value), hidden_states)
         else:
             query = self.query(queries)
@@ -291,12 +293,13 @@ class D2lBertEncoderBlock(GradientCheckpointingLayer):
         With `positions`, the other positions only get keys and values.
         """
         if positions is None:
+            # The same tensor twice: the attention sees that, and computes queries, keys and values together.
             return self.compute(hidden_states, hidden_states, attention_mask, **kwargs)
         queries = states_at(hidden_states, positions)
         return self.compute(queries, hidden_states, mask_at(attention_mask, positions), **kwargs)
 
     def compute(self, queries, hidden_states, attention_mask, **kwargs):
-        """The block without the choice of queries; a training program may compile this method."""
+        """The block without the choice of queries: what d2l_bert.training.compiling compiles."""
         attention, _ = self.attention(queries, hidden_states, attention_mask, **kwargs)
         attended = self.addnorm1(queries, attention)
         return self.addnorm2(attended, self.ffn(attended))
@@ -341,7 +344,8 @@ class MaskLM(nn.Module):
         self.activation = ACT2FN[config.hidden_act]
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
-        # Whether the loss on a GPU computes its gradient by a compiled program: a training program may set it.
+        # Whether the loss on a GPU computes its gradient by a compiled program: set by d2l_bert.training.compiling
+        # while a run trains with torch.compile.
         self.compiles_gradient = False
 
     def forward(self, hidden_states):
@@ -524,12 +528,12 @@ def loss_and_gradients(
     with torch.autocast(hidden_states.device.type, enabled=False):
         on_cpu = is_on_cpu(labels)
         dtype = hidden_states.dtype
-        rows, labels = rows_to_predict(labels)
+        rows, labels = rows_to_predict(labels)  # some have no label: on a CPU row 0, repeated to fill up
         is_labelled = labels != -100
-        labels = labels.where(is_labelled, 0)
-        counted = is_labelled.to(dtype).unsqueeze(1)  # (P, 1)
+        labels = labels.where(is_labelled, 0)  # token 0 in place of -100; such rows are left out of all sums below
+        is_labelled_column = is_labelled.to(dtype).unsqueeze(1)  # (P, 1), 1 or 0
         # Rows without a label become 0, and add nothing to the weight's gradient.
-        states = hidden_states[rows] * counted
+        states = hidden_states[rows] * is_labelled_column
         table = weight.to(dtype)
         offset = bias.to(dtype)
         if on_cpu:
@@ -542,16 +546,17 @@ def loss_and_gradients(
         d_weight = None
         d_bias = torch.zeros_like(bias)
         at_once = max(1, LOGITS_AT_ONCE // len(table))
-        for first in range(0, max(1, len(labels)), at_once):  # at least once, where no row has a label
+        for first in range(0, max(1, len(labels)), at_once):  # once even without rows, so that d_weight is a tensor
             part = slice(first, first + at_once)
             logits = F.linear(states[part], table, offset)
             losses, gradient = gradient_of(logits, labels[part])  # gradient: (P', V)
             loss += losses.where(is_labelled[part], 0).sum()
             torch.mm(gradient, table, out=d_states[part])
-            product = (gradient.T @ states[part])[: len(weight)]
+            product = (gradient.T @ states[part])[: len(weight)]  # without the tokens that padded_decoder added
             d_weight = product.to(weight.dtype) if d_weight is None else d_weight.add_(product)
-            d_bias += (counted[part].T @ gradient).squeeze(0)[: len(bias)]
-        d_hidden_states = torch.zeros_like(hidden_states).index_add_(0, rows, d_states * counted)
+            d_bias += (is_labelled_column[part].T @ gradient).squeeze(0)[: len(bias)]
+        # Row 0 may be among `rows` several times: its repetitions are multiplied by 0, and so add nothing.
+        d_hidden_states = torch.zeros_like(hidden_states).index_add_(0, rows, d_states * is_labelled_column)
         return loss, d_hidden_states, d_weight, d_bias
 
 
@@ -602,7 +607,9 @@ def gradient_by_softmax(logits, labels):
     exact = torch.promote_types(logits.dtype, torch.float32)
     numbers = torch.arange(len(logits))
     gradient = logits.softmax(dim=1)
-    chances = -F.nll_loss(gradient, labels, reduction="none").to(exact)  # p; checks the labels, as indexing takes -1
+    # p of each label. nll_loss only picks entries here, and negates them: no logarithm is in it. Unlike indexing, it
+    # refuses a label of -1.
+    chances = -F.nll_loss(gradient, labels, reduction="none").to(exact)
     losses = -chances.log()
     others = 1 - chances
     rows = numbers[(chances > 0.5) | (chances < torch.finfo(logits.dtype).tiny)]
@@ -786,11 +793,14 @@ class D2lBertModel(D2lBertPreTrainedModel):
             The states of [CLS] (B, S, H), and those at `positions` (B, P, H).
         """
         rows = hidden_states.shape[0]
-        if cls_positions is None:  # [CLS] is at position 0; without a pooler nothing reads [CLS]
-            cls_positions = positions.new_zeros((rows, 0 if self.pooler is None else 1))
-        positions = torch.cat([cls_positions, checked_positions(positions, rows)], 1)
-        hidden_states = self.encoder(hidden_states, mask, positions, **kwargs)
-        return hidden_states.tensor_split([cls_positions.shape[1]], 1)
+        if cls_positions is None:
+            # [CLS] is at position 0. Without a pooler nothing reads its state: then S is 0.
+            cls_count = 0 if self.pooler is None else 1
+            cls_positions = positions.new_zeros((rows, cls_count))
+        # The first S columns are [CLS], the others `positions`; their states come back in the same columns.
+        queries = torch.cat([cls_positions, checked_positions(positions, rows)], 1)  # (B, S + P)
+        states = self.encoder(hidden_states, mask, queries, **kwargs)  # (B, S + P, H)
+        return states.tensor_split([cls_positions.shape[1]], 1)
 
 
 @dataclass

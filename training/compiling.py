@@ -36,9 +36,12 @@ def compiled_blocks(model: nn.Module, is_compiled: bool) -> Iterator[None]:
         yield
         return
     blocks = model.base_model.encoder.layer
-    model.mlm.compiles_gradient = True
+    model.mlm.compiles_gradient = True  # read by the loss, see `MaskLM`
     for block in blocks:
-        block.compute = torch.compile(type(block).compute.__get__(block), dynamic=True)
+        # The method of the class, bound to this block: all blocks share its code, and so its programs. The compiled
+        # one is an attribute of the block itself, which hides the method until it is deleted below.
+        method = type(block).compute.__get__(block)
+        block.compute = torch.compile(method, dynamic=True)
     try:
         with (
             explained("torch_compile", "give --torch_compile false", torch._dynamo.exc.TorchDynamoException),
@@ -57,4 +60,4 @@ def compiled_blocks(model: nn.Module, is_compiled: bool) -> Iterator[None]:
     finally:
         model.mlm.compiles_gradient = False
         for block in blocks:
-            vars(block).pop("compute", None)
+            vars(block).pop("compute", None)  # the method of the class is back

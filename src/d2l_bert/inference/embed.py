@@ -65,7 +65,8 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
     counts = Counts()
     columns = None
     size = encoder.model.config.hidden_size
-    with vector_file(Path(config.output), size) if config.output else contextlib.nullcontext() as append:
+    output = vector_file(Path(config.output), size) if config.output else contextlib.nullcontext()
+    with output as append:
         groups = grouped(all_rows, lambda row: max(len(row[0]), 256), GROUP_CHARACTERS)
         for rows in messages.with_progress(groups, f"embedding {source}", documents_in=len, unit="line"):
             lines = [line for line, _ in rows]
