@@ -281,7 +281,7 @@ def read_dataset(
     asked = {split: getattr(config, f"{split}_split") for split in SPLITS if split not in read}
     splits = {}
     for split, given in asked.items():
-        used = given or config.named.get(split, split)
+        used = given or config.named_data_set.get(split, split)
         if given is None:
             is_used_already = used in asked.values()
             is_held_out = split == "validation" and config.validation_share is not None

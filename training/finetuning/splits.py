@@ -121,7 +121,7 @@ def _empty_missing_labels(split: Split, task: Task) -> None:
         return
     for column in task.columns["label_column"]:
         missing = [row for row in split.rows if row.cells.get(column) == -1]
-        if task.config.named or column in split.class_names or len(missing) == len(split.rows):
+        if task.config.named_data_set or column in split.class_names or len(missing) == len(split.rows):
             for row in missing:
                 row.cells[column] = None
 

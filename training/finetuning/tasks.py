@@ -90,7 +90,7 @@ class Task:
         Raises:
             UserError: `metric_for_best_model` is not a metric of the task.
         """
-        chosen = self.config.metric_for_best_model or self.config.named.get("metric", self.main_metric)
+        chosen = self.config.metric_for_best_model or self.config.named_data_set.get("metric", self.main_metric)
         name = chosen.removeprefix("eval_")
         known = (*self.metrics_shown, "loss")
         if name not in known:
@@ -163,11 +163,11 @@ class Task:
         """
         for option, usual in self.usual_columns.items():
             wanted = list(usual)
-            if option in self.config.named:
-                wanted.append(self.config.named[option])
+            if option in self.config.named_data_set:
+                wanted.append(self.config.named_data_set[option])
             given = getattr(self.config, option)
             found = given or next((name for name in wanted if name in names), None)
-            if found or option not in OPTIONAL or option in self.config.named:
+            if found or option not in OPTIONAL or option in self.config.named_data_set:
                 self.columns[option] = found if isinstance(found, list) else [found or wanted[0]]
 
     def check_columns(self, title: str, names: list[str], has_labels: bool = True) -> None:

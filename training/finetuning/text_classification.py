@@ -67,7 +67,7 @@ class TextClassification(TextTask):
     @property
     def known(self) -> tuple[str, ...]:
         """The names of the named data set's classes, by their numbers; () for other data."""
-        return self.config.named.get("labels", ())
+        return self.config.named_data_set.get("labels", ())
 
     def label_in(self, cells, split):
         """The label in a row; raises `ValueError` if there is something else."""
