@@ -104,8 +104,8 @@ class MultipleChoice(Task):
         self.count = learnt["count"]
         self.begin = learnt["begin"]
 
-    def checked(self, row, split):
-        super().checked(row, split)
+    def check_label(self, row, split):
+        super().check_label(row, split)
         count = len(self.choices_in(row))
         if count != self.count:
             raise ValueError(
@@ -118,7 +118,7 @@ class MultipleChoice(Task):
         seconds = []
         for row in split.rows:
             choices = self.choices_in(row)
-            if len(choices) != self.count:  # in a row of `predict`, which is not `checked`
+            if len(choices) != self.count:  # in a row of `predict`, whose label is not checked
                 raise UserError(
                     f"{split.title}, {row.place}: {counted(len(choices), 'choice')}, and the model has learnt to "
                     f"choose from {self.count}; give every row so many"

@@ -49,7 +49,7 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
     # Entered before any work: what stands in the way of the output is said at once.
     with folders.new_file(target) as partial, tempfile.TemporaryDirectory() as scratch:
         given = read_rows(file, task, config, Path(scratch))
-        check_writable(target, given)
+        check_writable(target.suffix, given)
         read = dataclasses.replace(given, rows=rows_with_text(given, task))
         model, tokenizer, _ = loading.load_pretrained(getattr(transformers, task.auto_class), name)
         check_model(name, record, task, model, tokenizer)

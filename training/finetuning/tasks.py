@@ -16,7 +16,7 @@ from d2l_bert.training.finetuning.metrics import Sides
 from d2l_bert.training.finetuning.rows import Row, Split
 
 
-# Columns that need not be there.
+# The options whose columns rows may lack.
 OPTIONAL = ("text_pair_column", "context_column", "question_column")
 
 
@@ -32,9 +32,25 @@ class Task:
     A task. `all_tasks.py` names a subclass for each of `config.TASKS`.
 
     The run calls `find_columns` with the names of the training rows' columns, `read` with every row, `learn` with the
-    training rows, `checked` with every row that was read, and `features` with every split. A model's `logits` in the
-    order of `Features.inputs`, as a NumPy array, go through `rescaled` and `row_outputs`; what comes out is the
-    `outputs` below. A `ValueError` about a row says what is wrong in which column, and the way out.
+    training rows, `check_label` with every row that was read, and `features` with every split. A `ValueError` about a
+    row says what is wrong in which column, and the way out.
+
+    From a model's outputs to the `outputs` below: `logits` takes what the task reads of them. Those of all features,
+    in the order of `Features.inputs` as a NumPy array, go through `rescaled`, then through `row_outputs`. Only
+    regression rescales: its model learns standardised numbers, and `rescaled` turns its outputs into the units of the
+    labels. After the training, `finish` writes mean and deviation into the model that is saved, so `predict` leaves
+    `rescaled` out.
+
+    | task | `Row.label` |
+    |---|---|
+    | text-classification | the name of the class |
+    | multi_label_classification | the list of the names of the labels, which may be empty |
+    | regression | the number |
+    | token-classification | the list of the names of the tags, one for each word |
+    | question-answering | the list of the answers |
+    | multiple-choice | the number of the right choice, from 0; before `check_label`, it may be as the cell has it |
+
+    In all tasks, a row without a label has None.
 
     A subclass defines these methods:
 
@@ -162,13 +178,18 @@ class Task:
             names: of the columns of the training rows.
         """
         for option, usual in self.usual_columns.items():
-            wanted = list(usual)
+            candidates = list(usual)
             if option in self.config.named_data_set:
-                wanted.append(self.config.named_data_set[option])
+                candidates.append(self.config.named_data_set[option])
             given = getattr(self.config, option)
-            found = given or next((name for name in wanted if name in names), None)
-            if found or option not in OPTIONAL or option in self.config.named_data_set:
-                self.columns[option] = found if isinstance(found, list) else [found or wanted[0]]
+            found = next((name for name in candidates if name in names), None)
+            is_needed = option not in OPTIONAL or option in self.config.named_data_set
+            if given:
+                self.columns[option] = given if isinstance(given, list) else [given]
+            elif found is not None:
+                self.columns[option] = [found]
+            elif is_needed:
+                self.columns[option] = [candidates[0]]  # which `check_columns` then refuses, and names the option
 
     def check_columns(self, title: str, names: list[str], has_labels: bool = True) -> None:
         """
@@ -206,9 +227,9 @@ class Task:
             texts.append(check_text(cells.get(column), f"column {column!r:.100}", way_out))
         return tuple(texts)
 
-    def checked(self, row: Row, split: Split) -> Row:
+    def check_label(self, row: Row, split: Split) -> Row:
         """
-        The row.
+        Check the label of a row that was read, and give the row back.
 
         Raises:
             ValueError: it has no label and others of its split have, or the training rows have not shown how to learn
@@ -227,10 +248,10 @@ class Task:
         return row
 
     def names_of(self, row: Row) -> list[str]:
-        """The names of the classes of a row; [] for a task without classes."""
+        """The names of the classes or choices in the label of a row; [] for a label of another kind, or for none."""
         if isinstance(row.label, str):
             return [row.label]
-        if not self.classes:
+        if not self.classes:  # a number, or a list of answers
             return []
         return row.label or []
 
@@ -242,8 +263,8 @@ class Task:
 
         Args:
             found: the names in the training rows.
-            named: all names in their order, if the dataset or its publishers give it; a name may stand there twice, as
-                two spellings are made one.
+            named: all names in their order, if the dataset or its publishers give it; a name may stand there twice,
+                where two names differ only in how a letter such as ü is encoded: `cells.name_of` makes both NFC.
             least: the fewest classes; of one alone there is nothing to learn.
 
         Raises:

@@ -55,7 +55,7 @@ def finetune(config: FinetuneConfig) -> Path:
         with contextlib.ExitStack() as stack:
             processes.on_main(run_folder.enter_finetuning, config, plan.folder, record, stack)
             outcome = train(plan)
-            messages.report.info(finish(plan, record, outcome))
+            messages.report.info(finish(plan, record, outcome))  # `report` is the logger of what goes to stdout
         if config.push_to_hub:
             settings = PublishConfig(public=not config.hub_private_repo)
             messages.report.info(processes.on_main(publish.publish, plan.folder, repository_of(config), settings))
@@ -77,6 +77,7 @@ def train(plan: Plan) -> Outcome:
     """
     of_rates = train_stable(plan, [Attempt(rate, plan.config.seed) for rate in plan.rates])
     rate = best_of(plan, of_rates)["learning_rate"] if of_rates else min(plan.rates)
+    # The model of the first seed with this rate is finished: its result is read back.
     of_seeds = train_stable(plan, [Attempt(rate, seed) for seed in plan.seeds])
     if not of_seeds:
         raise UserError(
@@ -272,10 +273,12 @@ def finish(plan: Plan, record: dict, outcome: Outcome) -> str:
         model = getattr(transformers, plan.task.auto_class).from_pretrained(saved, trust_remote_code=False)
     outputs = {}
     for name, split in plan.splits.items():
-        is_in_table = name == "test"  # of predictions
-        if is_in_table or name == plan.reported():
+        is_predicted = name == "test"  # its predictions are written to a table
+        if is_predicted or name == plan.reported():
             logits = plan.task.rescaled(predict(plan, model, name).logits)
             outputs[name] = plan.task.row_outputs(split, plan.features[name].windows, logits)
     if outputs:
-        model.config.use_cache = False  # the configuration of a model that has predicted, since Trainer did that
+        # For the model's config.json: a run with predictions writes "use_cache": false there, as in the releases in
+        # which Trainer predicted and set it.
+        model.config.use_cache = False
     return processes.on_main(write_folder, plan, record, model, outputs, outcome)
