@@ -78,10 +78,11 @@ def load_pretrained(
         model, missing, _ = load_and_compare(
             auto_class, name, config=config, dtype=torch.float32, trust_remote_code=False, **options
         )
+        # The names of the encoder's weights begin with this; those of an encoder without a head with nothing more.
         encoder = "" if model.base_model is model else f"{model.base_model_prefix}."
         lacking = sorted(weight for weight in missing if not may_lack(weight))
         for weight in lacking:
-            if weight.startswith(encoder) and "pooler." not in weight:  # which belongs to the head for pairs
+            if weight.startswith(encoder) and "pooler." not in weight:  # a pooler belongs to the head for pairs
                 raise UserError(f"it has no {weight}; save it again with save_pretrained")
     if lacking:
         saved = (config.architectures or ["model without a head"])[0]

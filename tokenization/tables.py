@@ -588,7 +588,7 @@ def _check_columns(names, columns):
     """
     Refuse names without one of the columns, and a column that stands twice, of all if `columns` is None.
 
-    A Parquet file without names has no rows, so no column is missing.
+    Without any names there are no rows, as in an empty file, so no column is missing.
     """
     times = Counter(names)
     for name in filter(None, names):
@@ -634,7 +634,10 @@ def _cell_rows(file, columns, separator, is_tsv):
     rows = _numbered_cells(file, between, is_tsv)
     if declared:
         next(rows)
-    _, names = next(rows, (0, []))
+    header = next(rows, None)
+    if header is None:  # an empty file
+        return
+    names = header[1]
     _check_columns(names, columns)
     for number, cells in rows:
         # Excel writes rows of empty cells behind the last one. Of one column an empty cell in quotes is a row.

@@ -71,6 +71,7 @@ class Task:
         default_length: the default of `max_seq_length`.
         usual_columns: by the option that names a column, its usual names.
         columns: by the option, the columns of this run, which `find_columns` finds.
+        reads_labels: whether `read` reads labels; `predict` does not.
         classes: the names of the classes in the order of their numbers, which `learn` finds; [] for tasks without.
         number_of: by the name of a label, its number; {} for tasks without classes or choices.
         settings: the fields of the model's configuration that the task decides: `num_labels`, `id2label`, ...
@@ -94,7 +95,8 @@ class Task:
 
     def __init__(self, config: FinetuneConfig):
         self.config = config
-        self.columns: dict[str, list[str | None]] = {}
+        self.columns: dict[str, list[str]] = {}
+        self.reads_labels = True
         self.classes: list[str] = []
         self.number_of: dict[str, int] = {}
         self.settings: dict = {"problem_type": self.problem_type}
@@ -164,7 +166,7 @@ class Task:
     @property
     def label_column(self) -> str | None:
         """The column of labels, the first one if there are several; None where labels are not read."""
-        return self.columns["label_column"][0]
+        return self.columns["label_column"][0] if self.reads_labels else None
 
     def options_of_texts(self) -> list[str]:
         """The options whose columns hold a text each: all but those of choices and of labels."""
@@ -312,7 +314,11 @@ class Task:
         return logits
 
     def baseline(self, train: Split, split: Split) -> Baseline | None:
-        """A prediction for a split that needs no model, but training rows; None for a task without one."""
+        """The baseline of a split, which needs the training rows, but no model; None for a task without one."""
+        return None
+
+    def class_of_f1(self) -> str | None:
+        """The class that the metric `f1` is of; None where it is a mean over several, or there is none."""
         return None
 
     def in_csv(self, predicted: dict[str, list]) -> dict[str, list]:
