@@ -10,7 +10,7 @@ from d2l_bert.modeling import conversion
 from d2l_bert.tokenization import coverage, wordpiece
 from d2l_bert.training import run_folder
 from d2l_bert.training.checkpoint import WEIGHTS_FILE
-from d2l_bert.training.finetuning import metrics as measures
+from d2l_bert.training.finetuning import scoring
 from d2l_bert.training.finetuning.plan import Outcome, Plan, Result, attempt_of
 from d2l_bert.training.finetuning.rows import write_predictions
 
@@ -54,7 +54,7 @@ def write_folder(plan: Plan, record: dict, model, outputs: dict, outcome: Outcom
         reported = plan.reported()
         sides = plan.task.sides(plan.splits[reported], outputs[reported]) if reported else None
         if sides:
-            metrics["classification_report"] = {reported: measures.report_by_class(*sides)}
+            metrics["classification_report"] = {reported: scoring.report_by_class(*sides)}
             picture = partial / pictures.CONFUSION_FILE
             if caption := pictures.plot_confusion(*sides, plan.splits[reported].name, picture):
                 metrics["pictures"][picture.name] = caption
@@ -178,11 +178,11 @@ def baseline_of(plan: Plan, split: str, of_best: dict[str, float]) -> dict | Non
     shown = {}
     for name, value in baseline.metrics.items():
         # A correlation of a constant prediction is 0 by definition, and says nothing.
-        if value or measures.is_share(name):
+        if value or scoring.is_share(name):
             shown[name] = value
-    of_model = measures.goodness(metric, of_best[metric])
+    of_model = scoring.goodness(metric, of_best[metric])
     return {
         "prediction": baseline.prediction,
         "figures": shown,
-        "is_beaten": of_model > measures.goodness(metric, baseline.metrics[metric]),
+        "is_beaten": of_model > scoring.goodness(metric, baseline.metrics[metric]),
     }

@@ -7,7 +7,7 @@ from collections import Counter
 from transformers import DataCollatorForMultipleChoice
 
 from d2l_bert.messages import UserError, counted
-from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning import scoring
 from d2l_bert.training.finetuning.cells import EmptyText, check_text, is_filled, json_in
 from d2l_bert.training.finetuning.features import Features, truncated
 from d2l_bert.training.finetuning.tasks import Task
@@ -146,7 +146,7 @@ class MultipleChoice(Task):
         return {
             "prediction": [numbers[number] for number in chosen],
             "predicted_choice": texts,
-            **metrics.probability_columns(numbers, outputs),
+            **scoring.probability_columns(numbers, outputs),
         }
 
 

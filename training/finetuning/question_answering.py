@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from d2l_bert.messages import UserError, explained
-from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning import scoring
 from d2l_bert.training.finetuning.cells import check_length, json_in
 from d2l_bert.training.finetuning.features import Features, Window, encoded, note_of_windows
 from d2l_bert.training.finetuning.tasks import Task
@@ -162,7 +162,7 @@ class QuestionAnswering(Task):
         scores = []
         for row, span in zip(split.rows, outputs, strict=True):
             gold = [answer.text for answer in row.label or []]
-            scores.append(metrics.answer_scores(span.text, gold))
+            scores.append(scoring.answer_scores(span.text, gold))
         exact_match, f1 = np.mean(scores, axis=0).tolist()
         return {"exact_match": exact_match, "f1": f1}
 

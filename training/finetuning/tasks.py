@@ -12,8 +12,8 @@ from d2l_bert.modeling.records import Learnt
 from d2l_bert.training.finetuning.cells import SURROGATE, check_text, listed
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.features import Window
-from d2l_bert.training.finetuning.metrics import Sides
 from d2l_bert.training.finetuning.rows import Row, Split
+from d2l_bert.training.finetuning.scoring import Sides
 
 
 # The options whose columns rows may lack.
@@ -66,7 +66,7 @@ class Task:
     Attributes:
         auto_class: the Auto class that loads the model, such as `AutoModelForSequenceClassification`.
         main_metric: the metric that chooses, unless `metric_for_best_model` or a named data set gives another.
-        metrics_shown: the metrics in the order of the tables; those in `metrics.LOWER_IS_BETTER` are best when small.
+        metrics_shown: the metrics in the order of the tables; those in `scoring.LOWER_IS_BETTER` are best when small.
         collator: the class of the function that makes a padded batch of features.
         default_length: the default of `max_seq_length`.
         usual_columns: by the option that names a column, its usual names.

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from d2l_bert.messages import UserError, explained
-from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning import scoring
 from d2l_bert.training.finetuning.cells import is_filled, list_in, listed, name_of
 from d2l_bert.training.finetuning.features import Features, truncated
 from d2l_bert.training.finetuning.tasks import Baseline, Task
@@ -118,7 +118,7 @@ class TextClassification(TextTask):
             )
 
     def metrics(self, split, outputs):
-        return metrics.class_metrics(self.targets(split), outputs.argmax(-1), len(self.classes))
+        return scoring.class_metrics(self.targets(split), outputs.argmax(-1), len(self.classes))
 
     def baseline(self, train, split):
         counts = np.bincount(self.targets(train), minlength=len(self.classes))  # the largest is chosen, as of logits
@@ -132,10 +132,10 @@ class TextClassification(TextTask):
         return [self.classes[number] for number in outputs.argmax(-1)]
 
     def sides(self, split, outputs):
-        return metrics.Sides([row.label for row in split.rows], self.predicted(outputs), self.classes)
+        return scoring.Sides([row.label for row in split.rows], self.predicted(outputs), self.classes)
 
     def predictions(self, split, outputs):
-        probabilities = metrics.probability_columns(self.classes, outputs)
+        probabilities = scoring.probability_columns(self.classes, outputs)
         return {"prediction": self.predicted(outputs), **probabilities}
 
 
@@ -195,7 +195,7 @@ class MultiLabelClassification(TextTask):
         )
 
     def metrics(self, split, outputs):
-        return metrics.multilabel_metrics(self.targets(split), self.predicted(outputs))
+        return scoring.multilabel_metrics(self.targets(split), self.predicted(outputs))
 
     def baseline(self, train, split):
         shares = self.targets(train).mean(0)
@@ -207,13 +207,13 @@ class MultiLabelClassification(TextTask):
         return (outputs > 0).astype(np.int8)
 
     def sides(self, split, outputs):
-        return metrics.Sides(self.targets(split), self.predicted(outputs), self.classes)
+        return scoring.Sides(self.targets(split), self.predicted(outputs), self.classes)
 
     def predictions(self, split, outputs):
         chosen = []
         for logits in outputs:
             chosen.append([name for name, logit in zip(self.classes, logits, strict=True) if logit > 0])
-        return {"prediction": chosen, **metrics.probability_columns(self.classes, outputs, of_each=True)}
+        return {"prediction": chosen, **scoring.probability_columns(self.classes, outputs, of_each=True)}
 
     def in_csv(self, predicted):
         """
@@ -300,7 +300,7 @@ class Regression(TextTask):
         last.bias.mul_(self.deviation).add_(self.mean)
 
     def metrics(self, split, outputs):
-        return metrics.number_metrics([row.label for row in split.rows], outputs[:, 0])
+        return scoring.number_metrics([row.label for row in split.rows], outputs[:, 0])
 
     def baseline(self, train, split):
         return Baseline("always the mean of the training labels", self.always(split, [self.mean]))

@@ -8,7 +8,7 @@ import numpy as np
 from transformers import DataCollatorForTokenClassification
 
 from d2l_bert.messages import UserError, counted
-from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning import scoring
 from d2l_bert.training.finetuning.cells import check_length, check_text, list_in, listed, name_of
 from d2l_bert.training.finetuning.features import Features, Window, encoded, note_of_windows
 from d2l_bert.training.finetuning.tasks import Baseline, Task
@@ -58,12 +58,12 @@ class TokenClassification(Task):
         counts = Counter(tag for row in train.rows for tag in row.label or [])
         self.learn_classes(train, set(counts), train.class_names.get(self.label_column))
         self.default = "O" if "O" in counts else counts.most_common(1)[0][0]
-        self.scheme = metrics.scheme_of(self.classes)
+        self.scheme = scoring.scheme_of(self.classes)
         if self.scheme is None:
             self.main_metric = "accuracy"
             self.metrics_shown = ("accuracy",)
             logger.info(
-                f"the tags ({listed(self.classes)}) are not of {', '.join(metrics.SCHEMES)}: the figure is the "
+                f"the tags ({listed(self.classes)}) are not of {', '.join(scoring.SCHEMES)}: the figure is the "
                 f"accuracy over words"
             )
         else:
@@ -120,7 +120,7 @@ class TokenClassification(Task):
         return tags
 
     def metrics(self, split, outputs):
-        return metrics.tag_metrics([row.label for row in split.rows], outputs, self.scheme is not None)
+        return scoring.tag_metrics([row.label for row in split.rows], outputs, self.scheme is not None)
 
     def baseline(self, train, split):
         counts = Counter()
@@ -137,8 +137,8 @@ class TokenClassification(Task):
     def sides(self, split, outputs):
         gold = [row.label for row in split.rows]
         if self.scheme is not None:
-            return metrics.types_at_spans(gold, outputs)
-        return metrics.Sides(list(itertools.chain(*gold)), list(itertools.chain(*outputs)), self.classes)
+            return scoring.types_at_spans(gold, outputs)
+        return scoring.Sides(list(itertools.chain(*gold)), list(itertools.chain(*outputs)), self.classes)
 
     def predictions(self, split, outputs):
         columns = {"prediction": outputs}
@@ -150,7 +150,7 @@ class TokenClassification(Task):
 def entities_in(words: tuple[str, ...], tags: list[str]) -> list[dict]:
     """The entities that the tags of a text mark, as the table of predictions has them."""
     found = []
-    for kind, begin, end in metrics.entities(tags):
+    for kind, begin, end in scoring.entities(tags):
         text = " ".join(words[begin:end])
         found.append({"type": kind, "text": text, "first_word": begin, "last_word": end - 1})
     return found

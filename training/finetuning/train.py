@@ -17,7 +17,7 @@ from d2l_bert.records import read_record
 from d2l_bert.tokenization.model_files import without_log_messages
 from d2l_bert.training import processes, run_folder
 from d2l_bert.training.checkpoint import WEIGHTS_FILE, check_hashes, checkpoints, delete_old, hashes_of, versions
-from d2l_bert.training.finetuning import metrics, models, trainer
+from d2l_bert.training.finetuning import models, scoring, trainer
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.folder import MODEL_FOLDER, write_folder
 from d2l_bert.training.finetuning.outputs import Outputs, figures_of, outputs_of
@@ -104,7 +104,7 @@ def best_of(plan: Plan, results: list[Result]) -> Result:
 
     def rank(result):
         figures = result["validation"]
-        return metrics.goodness(plan.metric, figures[plan.metric]), -figures["loss"]
+        return scoring.goodness(plan.metric, figures[plan.metric]), -figures["loss"]
 
     return max(results, key=rank)
 
@@ -243,7 +243,7 @@ def _is_possible(metric: str, value) -> bool:
     """Whether a value of JSON can be that of a metric."""
     if not _is_number(value):
         return False
-    return not metrics.is_share(metric) or 0 <= value <= 1
+    return not scoring.is_share(metric) or 0 <= value <= 1
 
 
 def _is_number(value) -> bool:

@@ -11,11 +11,12 @@ import transformers
 
 from d2l_bert import folders
 from d2l_bert.messages import UserError
+from d2l_bert.model_cards.figures import shown_metric
 from d2l_bert.records import read_record
 from d2l_bert.training.checkpoint import WEIGHTS_FILE, check_hashes, checkpoints, delete, hashes_of, versions
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.metrics import LOWER_IS_BETTER, shown
 from d2l_bert.training.finetuning.outputs import make_collator
+from d2l_bert.training.finetuning.scoring import LOWER_IS_BETTER
 from d2l_bert.training.finetuning.tasks import Task
 
 
@@ -209,7 +210,7 @@ class Checkpoints(transformers.TrainerCallback):
             # Of equal values, that of the lower loss is the best: Trainer compares after this callback, and without a
             # best value takes the present one.
             state.best_metric = None
-        chooses = f", {name} {shown(name, value)}" if name != "loss" else ""
+        chooses = f", {name} {shown_metric(name, value)}" if name != "loss" else ""
         left = self.seconds() * (state.max_steps / state.global_step - 1)
         logger.info(
             f"{args.run_name}: epoch {state.epoch:.3g}, step {state.global_step}/{state.max_steps}: "
