@@ -38,8 +38,8 @@ DATASET_ROWS = 100
 MOST_CELLS = 10_000_000
 MOST_CELLS_A_FILLED_ONE = 100
 
-# What Excel and its like may compute as a formula, also behind white space and with signs of full width
-# (https://owasp.org/www-community/attacks/CSV_Injection); numbers begin with such signs, too.
+# The beginnings of what Excel and similar programs may compute as a formula, also behind white space and with signs of
+# full width (https://owasp.org/www-community/attacks/CSV_Injection). Numbers may begin with the same signs.
 FORMULA = re.compile("[\t\r\n]|\\s*[-=+@\uff1d\uff0b\uff0d\uff20]")
 A_NUMBER = re.compile(r"[+-]?(\d+([.,]\d+)*|[.,]\d+)(e[+-]?\d+)?\s?%?", re.IGNORECASE | re.ASCII)
 
@@ -210,7 +210,7 @@ def _objects_in(text) -> Iterator[dict]:
 
 def _conll_rows(lines, title) -> Iterator[tuple[str, dict]]:
     """
-    The words and the tags of each text, with the line at which it begins; no tags if a line has one field.
+    The words and the tags of each text, with the line at which it begins; no tags if a line has one field alone.
 
     A line that begins with # is a comment, as in CoNLL-U, unless it is like the other lines: with as many fields, of
     which the last one is a tag.
@@ -257,8 +257,10 @@ def _fields_of_conll_u(line) -> list[str]:
     """As `_fields_of_conll`: the word, and its universal part of speech."""
     fields = line.split("\t")
     if fields[0].isdigit():
-        return fields[1:4:2]
-    return ["#"] if fields[0] else []  # a comment; 1-2, which are two words; 8.1, which is none
+        return fields[1:4:2]  # the second field, FORM, and the fourth, UPOS
+    if not fields[0]:
+        return []
+    return ["#"]  # a comment, or no word of its own: 1-2 are two words in one, 8.1 is left out in the text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -482,7 +484,7 @@ def _finite(value):
 
 
 def _columns_without_bytes(split):
-    """The names of the columns of a split in which no cell holds bytes; of the others the user is told."""
+    """The names of the columns of a split in which no cell holds bytes; for each other column, a warning is logged."""
     left_out = set()
     for row in split.rows:
         left_out.update(name for name, cell in row.cells.items() if _has_bytes(cell))
@@ -510,8 +512,8 @@ def _has_bytes(cell):
 
 def _excel_cell(cell):
     """
-    A cell as Excel shows it: numbers with decimal commas; an apostrophe before a text that Excel would compute as a
-    formula, which may start programs. A text that is a number is none.
+    A cell for Excel: numbers with decimal commas; an apostrophe before a text that Excel would compute as a formula,
+    which may start programs. A text that is a number, such as "-5", is no formula.
     """
     if isinstance(cell, float):
         return str(cell).replace(".", ",")

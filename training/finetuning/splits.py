@@ -164,9 +164,10 @@ def usable(split: Split, function: Callable[[Row, Split], Row]) -> list[Row]:
 # Rows held out
 
 
-def hold_out(rows: Split, task: Task) -> tuple[Split, Split]:
+def hold_out(split: Split, task: Task) -> tuple[Split, Split]:
     """
-    Split rows into training and validation rows, at random by the seed. Rows with the same texts stay together.
+    Split training rows into training and validation rows, at random by the seed. Rows with the same texts stay
+    together.
 
     Returns:
         The training rows, and the validation rows.
@@ -177,21 +178,21 @@ def hold_out(rows: Split, task: Task) -> tuple[Split, Split]:
     seed = task.config.seed
     share = task.config.validation_share or HELD_OUT
     classes = {}  # by the texts of a row
-    for row in rows.rows:
+    for row in split.rows:
         classes.setdefault(row.texts, set()).update(task.names_of(row))
     drawn = draw_texts(classes, share, seed)
     if not drawn:
         raise UserError(
-            f"{rows.title}: has too few different texts to hold out some for validation; give --validation_file, or "
+            f"{split.title}: has too few different texts to hold out some for validation; give --validation_file, or "
             f"--validation_share 0"
         )
-    train = replace(rows, rows=[row for row in rows.rows if row.texts not in drawn])
+    train = replace(split, rows=[row for row in split.rows if row.texts not in drawn])
     validation = replace(
-        rows,
-        rows=[row for row in rows.rows if row.texts in drawn],
+        split,
+        rows=[row for row in split.rows if row.texts in drawn],
         held_out=share,
-        title=f"{rows.title}, rows held out",
-        name=f"{rows.name} (held out)",
+        title=f"{split.title}, rows held out",
+        name=f"{split.name} (held out)",
     )
     logger.info(
         f"no validation rows were given: {len(validation.rows):,} of the training rows (of each class "

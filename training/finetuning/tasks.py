@@ -77,10 +77,10 @@ class Task:
         settings: the fields of the model's configuration that the task decides: `num_labels`, `id2label`, ...
         problem_type: that of the model's configuration, which has one for `AutoModelForSequenceClassification`.
         has_unanswerable: whether training rows have questions without an answer.
-        no_label: what is wrong with a column of labels that has none, and the way out.
+        no_label: for a message: what is wrong with an empty cell in the column of labels, and the way out.
         restored: the entries of `learnt`, beside the columns, that the predictions of a finished model need.
-        least_texts: how many columns of texts a row has at least, choices apart.
-        more_columns: columns that `read` looks at where they are, and that no option names.
+        least_texts: the least number of columns of texts, without those of choices.
+        more_columns: columns that `read` uses if rows have them, and that no option names.
     """
 
     problem_type = None

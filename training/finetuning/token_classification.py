@@ -88,11 +88,11 @@ class TokenClassification(Task):
         texts = [row.texts for row in split.rows]
         features = []
         windows = []
-        seen = set()  # the words that earlier windows have
+        seen = set()  # row and number of each word that an earlier window has
         for number, inputs, encoding in encoded(
             tokenizer, [texts], max_seq_length, is_split_into_words=True, return_overflowing_tokens=True
         ):
-            firsts = {}  # the position of the first piece of each word
+            firsts = {}  # for each other word of this window the position of its first piece
             for position, word in enumerate(encoding.word_ids):
                 if word is not None and (number, word) not in seen:
                     firsts.setdefault(word, position)
@@ -127,7 +127,7 @@ class TokenClassification(Task):
         for row in train.rows:
             counts.update(zip(row.texts, row.label, strict=True))
         usual = {}
-        for (word, tag), _ in counts.most_common():
+        for (word, tag), _ in counts.most_common():  # the most frequent tag of a word comes first
             usual.setdefault(word, tag)
         predicted = []
         for row in split.rows:
