@@ -138,8 +138,9 @@ def check_encoder(model: transformers.PreTrainedModel, missing: set[str]) -> Non
     Args:
         missing: the names of the weights that the checkpoint lacks, or has in another shape.
     """
+    encoder = f"{model.base_model_prefix}."
     for weight in sorted(missing):
-        if weight.startswith(f"{model.base_model_prefix}.") and "pooler." not in weight:
+        if weight.startswith(encoder) and "pooler." not in weight:
             raise UserError(
                 f"it has no weights for {weight}, or not in the shape that config.json gives; give a pretrained "
                 f"encoder with its config.json"
@@ -147,9 +148,17 @@ def check_encoder(model: transformers.PreTrainedModel, missing: set[str]) -> Non
 
 
 def has_saved_head(model: transformers.PreTrainedModel, missing: set[str]) -> bool:
-    """Whether a weight of the head is the checkpoint's: then the saved model has a head of another task."""
-    names = (name for name, _ in model.named_parameters())
-    return any(not name.startswith(f"{model.base_model_prefix}.") and name not in missing for name in names)
+    """
+    Whether the checkpoint has a weight of the head: then the head is that of another task.
+
+    Args:
+        missing: as in `check_encoder`.
+    """
+    encoder = f"{model.base_model_prefix}."
+    for name, _ in model.named_parameters():
+        if not name.startswith(encoder) and name not in missing:
+            return True
+    return False
 
 
 def draw_head(model: transformers.PreTrainedModel) -> None:
