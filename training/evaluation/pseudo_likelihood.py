@@ -124,7 +124,7 @@ class MaskedRows(NamedTuple):
     Args:
         ids: the ids of the rows (R, T).
         positions: the positions to predict in each row (R, P).
-        labels: the ids of the tokens that stand there, -100 in unused slots (R, P).
+        labels: the ids of the tokens at these positions, -100 in unused slots (R, P).
         sequences: the index of each row's sequence (R,).
     """
 

@@ -111,7 +111,7 @@ def restored_task(name: str, record: RunRecord, config: PredictConfig) -> Task:
 
 def read_rows(file: str, task: Task, config: PredictConfig, scratch: Path) -> Split:
     """
-    The rows of a file or of the standard input, none of them looked at; `task` then reads no labels.
+    The rows of a file or of the standard input, not yet read by the task; `task` then reads no labels.
 
     Args:
         file: as in `predict`.

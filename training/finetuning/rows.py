@@ -271,7 +271,7 @@ def read_dataset(
     name: str, config: FinetuneConfig, from_files: Container[str], memory: tables.Memory | None = None
 ) -> dict[str, Split]:
     """
-    The splits of a dataset that the options name, and of the others those of the usual names.
+    The splits of a dataset: those that the options name, and for the others those of the usual names that it has.
 
     Args:
         name: an id on the Hub, or a folder of `save_to_disk` or of data files; `:` and a configuration may follow.

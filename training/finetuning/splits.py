@@ -51,7 +51,7 @@ def load_splits(config: FinetuneConfig, task: Task) -> dict[str, Split]:
 
 
 def _read_splits(config, task) -> dict[str, Split]:
-    """The rows of files and of a dataset, none of them looked at; in the order of `SPLITS`."""
+    """The rows of files and of a dataset, not yet read by the task; in the order of `SPLITS`."""
     found = {}
     memory = tables.Memory()
     for split in SPLITS:

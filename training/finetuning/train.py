@@ -148,8 +148,8 @@ def make_trainer(plan: Plan, attempt: Attempt, callback: trainer.Checkpoints) ->
     model = models.make_model(plan.start.config, plan.start.revision, plan.task)
     validation = plan.features["validation"].inputs if "validation" in plan.features else None
 
-    def figures(found):
-        return measure(plan, "validation", Outputs(found.predictions, found.label_ids))
+    def compute_metrics(evaluation):
+        return measure(plan, "validation", Outputs(evaluation.predictions, evaluation.label_ids))
 
     return trainer.TaskTrainer(
         plan.task,
@@ -158,7 +158,7 @@ def make_trainer(plan: Plan, attempt: Attempt, callback: trainer.Checkpoints) ->
         plan.start.tokenizer,
         train_dataset=plan.features["train"].inputs,
         eval_dataset=validation,
-        compute_metrics=figures,
+        compute_metrics=compute_metrics,
         callbacks=callbacks_of(plan.config, callback),
     )
 
