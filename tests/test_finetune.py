@@ -24,7 +24,7 @@ from d2l_bert.model_cards import card, pictures
 from d2l_bert.model_cards.figures import shown_metric
 from d2l_bert.records import read_record
 from d2l_bert.tokenization.wordpiece import save_tokenizer
-from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning import scoring
 
 
 LEFT = MODEL_FILES | {"predictions.csv", "confusion_matrix.png"}
@@ -333,7 +333,7 @@ def test_any_name_of_a_class_can_be_drawn_and_many_classes_are_not(classes, labe
     monkeypatch.setattr(
         Figure, "savefig", lambda self, *rest, **more: (figures.append(self), savefig(self, *rest, **more))
     )
-    report = metrics.report_by_class(classes[:2], [classes[1]] * 2, classes).items()
+    report = scoring.report_by_class(classes[:2], [classes[1]] * 2, classes).items()
     assert sum(isinstance(row, dict) and "avg" not in name for name, row in report) == len(classes)
     path = tmp_path / "confusion_matrix.png"
     shown = pictures.plot_confusion(classes[:2], [classes[1]] * 2, classes, "rows of $1 or $2", path)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from d2l_bert.model_cards.figures import results_table
-from d2l_bert.training.finetuning.metrics import (
+from d2l_bert.training.finetuning.scoring import (
     answer_scores,
     class_metrics,
     entities,

@@ -13,7 +13,7 @@ from text_sources import write_table
 from transformers import AutoTokenizer
 
 from d2l_bert.messages import UserError
-from d2l_bert.training.finetuning import metrics, text_classification
+from d2l_bert.training.finetuning import scoring, text_classification
 from d2l_bert.training.finetuning.rows import write_predictions
 
 
@@ -233,7 +233,7 @@ def test_other_labels_of_the_test_rows_do_not_change_what_knows_nothing_predicts
         wrong = [{**row, list(row)[-1]: ["O"] * len(row["tokens"]) if "tokens" in row else [name]} for row in rows]
         options = {"test_file": str(write_table(tmp_path / "test.jsonl", wrong))}
         task, splits = load(write_table(tmp_path / "train.jsonl", rows), kind, **options)
-        where = metrics if kind == "token-classification" else text_classification.metrics
+        where = scoring
         which = "tag_metrics" if kind == "token-classification" else "multilabel_metrics"
         with monkeypatch.context() as patched:
             patched.setattr(where, which, lambda true, said, *more: guesses.append(np.array(said, dtype=object)))

@@ -12,7 +12,7 @@ from d2l_bert.__main__ import main
 from d2l_bert.messages import UserError
 from d2l_bert.model_cards import card, pictures
 from d2l_bert.options import what_is_wrong
-from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning import scoring
 from d2l_bert.training.finetuning.rows import Row, Split, write_predictions
 from d2l_bert.training.run_folder import refuse_foreign_entries
 
@@ -120,7 +120,7 @@ def test_a_card_beyond_any_size_is_refused(tmp_path):
 def test_each_class_has_its_row_in_the_report_whatever_its_name():
     names = ["accuracy", "accuracy (class)", "macro avg", "macro avg (class)"]
     true = [names[number % 4] for number in range(40)]
-    report = metrics.report_by_class(true, true, names)
+    report = scoring.report_by_class(true, true, names)
     of_classes = [row for name, row in report.items() if name.endswith("(class)")]
     assert [row["support"] for row in of_classes] == [10] * 4
 

@@ -262,7 +262,9 @@ def _add_arguments(parser, name, command, argv):
     if name == "pretrain":
         _add_recipe(parser, argv, shows_all)
     elif command.options:
-        config = pkgutil.resolve_name(f"d2l_bert.{command.options}")()
+        # Named by a string in `commands.py` and imported here: no command waits for the imports of another one.
+        config_class = pkgutil.resolve_name(f"d2l_bert.{command.options}")
+        config = config_class()
         parser.set_defaults(config=config)
         options.add_options(parser, config, shows_all)
 

@@ -252,10 +252,15 @@ MOST_WHOLE = 2**53
 MOST = 10**9
 
 
-def _bounded(within, is_float):
-    """The interval of an option, with ends."""
-    most = MOST if is_float else MOST_WHOLE
-    return within.replace("inf)", f"{most}]") if within else f"[-{most}, {most}]"
+def _with_largest_number(within, is_float):
+    """The interval of an option, with the largest number for an end that is open: `[1, inf)` -> `[1, 1000000000]`."""
+    largest = MOST if is_float else MOST_WHOLE
+    if within is None:
+        return f"[-{largest}, {largest}]"
+    least, most = within.split(", ")
+    if most == "inf)":
+        most = f"{largest}]"
+    return f"{least}, {most}"
 
 
 def what_is_wrong(value: object, kind: type, within: str | None = None, is_path: bool = False) -> str:
@@ -269,14 +274,14 @@ def what_is_wrong(value: object, kind: type, within: str | None = None, is_path:
     """
     members = members_of(kind)
     if not _is_value(value, members):
-        words = [words for words, _ in map(kind_of, members) if words]
-        return f"must be {' or '.join(words)}, got {' '.join(repr(value).split()):.200}"
+        words = [kind_of(member).words for member in members]
+        return f"must be {' or '.join(filter(None, words))}, got {' '.join(repr(value).split()):.200}"
     unwanted = "\0" if is_path else "[\0\ud800-\udfff]"
     for string in value if isinstance(value, list) else [value]:
         if isinstance(string, str) and (not string.strip() or re.search(unwanted, string)):
             return f"is empty, holds a NUL character, or is not UTF-8, got {string!a}; give a value"
     if is_number(value):
-        within = _bounded(within, float in members)
+        within = _with_largest_number(within, float in members)
         if not _is_within(value, within):
             return f"must be a number in {within}, got {value}"
     return ""

@@ -20,10 +20,9 @@ MODEL = "model"
 
 # The tasks, as Transformers names them: its pipelines, its examples, and the `problem_type` of several labels and of
 # numbers. `all_tasks.py` has a class for each.
-TASKS = (
-    *("text-classification", "multi_label_classification", "regression", "token-classification"),
-    *("question-answering", "multiple-choice"),
-)
+TASKS_OF_PAIRS = ("text-classification", "multi_label_classification", "regression")  # a text, or a pair of texts
+TASKS_OF_CONTEXTS = ("question-answering", "multiple-choice")
+TASKS = (*TASKS_OF_PAIRS, "token-classification", *TASKS_OF_CONTEXTS)
 
 # Other names that `task` takes.
 SHORT_NAMES = {
@@ -36,10 +35,10 @@ SHORT_NAMES = {
 
 # The tasks of the options that are not for all tasks.
 TASKS_OF = {
-    "text_column": TASKS[:4],
-    "text_pair_column": TASKS[:3],
-    "context_column": TASKS[4:],
-    "question_column": TASKS[4:],
+    "text_column": (*TASKS_OF_PAIRS, "token-classification"),
+    "text_pair_column": TASKS_OF_PAIRS,
+    "context_column": TASKS_OF_CONTEXTS,
+    "question_column": TASKS_OF_CONTEXTS,
     "choices_column": ("multiple-choice",),
     "label_separator": ("multi_label_classification",),
     "doc_stride": ("question-answering",),
@@ -62,6 +61,7 @@ class FinetuneConfig(Options):
         UserError: from `check`, for an option of the wrong type, out of range, or contradicting another.
     """
 
+    # No flag: the command line's argument MODEL, which fills the field of its name.
     model: str = dataclasses.field(default="", metadata={"group": None, "identity": False})
     task: str | None = option(
         None,
@@ -351,21 +351,21 @@ class FinetuneConfig(Options):
 
     def validates(self) -> bool:
         """Whether the run has validation rows: given, or held out of the training rows."""
-        return self.validation_share != 0
+        return self.validation_share != 0  # None: given rows, or the usual share of the training rows
 
     @property
-    def named(self) -> dict:
+    def named_data_set(self) -> dict:
         """The entry in `NAMED` of the data set that `task` names; {} if `task` is one of `TASKS`."""
         return NAMED.get(self.task, {})
 
     @property
     def task_type(self) -> str:
         """The task, one of `TASKS`; of a named data set its task."""
-        return self.named.get("task", self.task)
+        return self.named_data_set.get("task", self.task)
 
     def dataset_name(self) -> str | None:
         """`dataset`, or the named data set's id on the Hub if no `train_file` is given; None without either."""
-        return self.dataset or (None if self.train_file else self.named.get("dataset"))
+        return self.dataset or (None if self.train_file else self.named_data_set.get("dataset"))
 
     def learning_rates(self) -> list[float]:
         """

@@ -7,7 +7,7 @@ from collections import Counter
 from transformers import DataCollatorForMultipleChoice
 
 from d2l_bert.messages import UserError, counted
-from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning import scoring
 from d2l_bert.training.finetuning.cells import EmptyText, check_text, is_filled, json_in
 from d2l_bert.training.finetuning.features import Features, truncated
 from d2l_bert.training.finetuning.tasks import Task
@@ -57,7 +57,7 @@ class MultipleChoice(Task):
 
     def read(self, row, split):
         columns = self.columns["choices_column"]
-        names = []  # as labels may have them
+        names = []  # those of the choices, such as A, B and C, one of which may be the label
         if len(columns) == 1:
             choices, names = named_choices(row.cells.get(columns[0]), columns[0])
             places = [f"choice {number} (from 0) of column {columns[0]!r:.100}" for number in range(len(choices))]
@@ -86,7 +86,8 @@ class MultipleChoice(Task):
         labels = {row.label for row in train.rows}
         counts = Counter(len(self.choices_in(row)) for row in train.rows)
         self.count = counts.most_common(1)[0][0]
-        self.begin = int("0" not in labels and str(self.count) in labels)
+        counts_from_one = "0" not in labels and str(self.count) in labels
+        self.begin = 1 if counts_from_one else 0
         if self.count < 2:
             raise UserError(
                 f"{train.title}, {train.rows[0].place}: {counted(self.count, 'choice')} in column "
@@ -104,8 +105,8 @@ class MultipleChoice(Task):
         self.count = learnt["count"]
         self.begin = learnt["begin"]
 
-    def checked(self, row, split):
-        super().checked(row, split)
+    def check_label(self, row, split):
+        super().check_label(row, split)
         count = len(self.choices_in(row))
         if count != self.count:
             raise ValueError(
@@ -118,15 +119,16 @@ class MultipleChoice(Task):
         seconds = []
         for row in split.rows:
             choices = self.choices_in(row)
-            if len(choices) != self.count:  # in a row of `predict`, which is not `checked`
+            if len(choices) != self.count:  # in a row of `predict`, whose label is not checked
                 raise UserError(
                     f"{split.title}, {row.place}: {counted(len(choices), 'choice')}, and the model has learnt to "
                     f"choose from {self.count}; give every row so many"
                 )
-            before = [text.strip() for text in row.texts[1 : -self.count]]
+            # A row's texts are the context, the question if there is one, and the choices.
+            question = [text.strip() for text in row.texts[1 : -self.count]]
             for choice in choices:
                 firsts.append(row.texts[0])
-                seconds.append(" ".join([*before, choice]))
+                seconds.append(" ".join([*question, choice]))
         pairs, windows, note = truncated(tokenizer, [firsts, seconds], max_seq_length)
         features = []
         for number, row in enumerate(split.rows):
@@ -146,7 +148,7 @@ class MultipleChoice(Task):
         return {
             "prediction": [numbers[number] for number in chosen],
             "predicted_choice": texts,
-            **metrics.probability_columns(numbers, outputs),
+            **scoring.probability_columns(numbers, outputs),
         }
 
 

@@ -100,10 +100,11 @@ def _in_order(places: list[np.ndarray], batches: list[np.ndarray]) -> np.ndarray
     Args:
         places: of each batch the numbers of its rows in that array.
     """
-    shape = np.max([batch.shape[1:] for batch in batches], axis=0).astype(int)
-    count = sum(len(batch) for batch in batches)
-    rows = np.full((count, *shape), -100, dtype=batches[0].dtype)
+    # In the comments: the logits of tokens, whose batches are (B, T of the batch, C).
+    longest = np.max([batch.shape[1:] for batch in batches], axis=0).astype(int)  # T of all batches, C
+    count = sum(len(batch) for batch in batches)  # N
+    rows = np.full((count, *longest), -100, dtype=batches[0].dtype)  # (N, T, C)
     for numbers, batch in zip(places, batches, strict=True):
-        filled = tuple(slice(size) for size in batch.shape[1:])
+        filled = tuple(slice(size) for size in batch.shape[1:])  # :T of the batch, :C
         rows[(numbers, *filled)] = batch
     return rows

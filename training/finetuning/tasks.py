@@ -12,11 +12,11 @@ from d2l_bert.modeling.records import Learnt
 from d2l_bert.training.finetuning.cells import SURROGATE, check_text, listed
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.features import Window
-from d2l_bert.training.finetuning.metrics import Sides
 from d2l_bert.training.finetuning.rows import Row, Split
+from d2l_bert.training.finetuning.scoring import Sides
 
 
-# Columns that need not be there.
+# The options whose columns rows may lack.
 OPTIONAL = ("text_pair_column", "context_column", "question_column")
 
 
@@ -32,9 +32,25 @@ class Task:
     A task. `all_tasks.py` names a subclass for each of `config.TASKS`.
 
     The run calls `find_columns` with the names of the training rows' columns, `read` with every row, `learn` with the
-    training rows, `checked` with every row that was read, and `features` with every split. A model's `logits` in the
-    order of `Features.inputs`, as a NumPy array, go through `rescaled` and `row_outputs`; what comes out is the
-    `outputs` below. A `ValueError` about a row says what is wrong in which column, and the way out.
+    training rows, `check_label` with every row that was read, and `features` with every split. A `ValueError` about a
+    row says what is wrong in which column, and the way out.
+
+    From a model's outputs to the `outputs` below: `logits` takes what the task reads of them. Those of all features,
+    in the order of `Features.inputs` as a NumPy array, go through `rescaled`, then through `row_outputs`. Only
+    regression rescales: its model learns standardised numbers, and `rescaled` turns its outputs into the units of the
+    labels. After the training, `finish` writes mean and deviation into the model that is saved, so `predict` leaves
+    `rescaled` out.
+
+    | task | `Row.label` |
+    |---|---|
+    | text-classification | the name of the class |
+    | multi_label_classification | the list of the names of the labels, which may be empty |
+    | regression | the number |
+    | token-classification | the list of the names of the tags, one for each word |
+    | question-answering | the list of the answers |
+    | multiple-choice | the number of the right choice, from 0; before `check_label`, it may be as the cell has it |
+
+    In all tasks, a row without a label has None.
 
     A subclass defines these methods:
 
@@ -50,20 +66,21 @@ class Task:
     Attributes:
         auto_class: the Auto class that loads the model, such as `AutoModelForSequenceClassification`.
         main_metric: the metric that chooses, unless `metric_for_best_model` or a named data set gives another.
-        metrics_shown: the metrics in the order of the tables; those in `metrics.LOWER_IS_BETTER` are best when small.
+        metrics_shown: the metrics in the order of the tables; those in `scoring.LOWER_IS_BETTER` are best when small.
         collator: the class of the function that makes a padded batch of features.
         default_length: the default of `max_seq_length`.
         usual_columns: by the option that names a column, its usual names.
         columns: by the option, the columns of this run, which `find_columns` finds.
+        reads_labels: whether `read` reads labels; `predict` does not.
         classes: the names of the classes in the order of their numbers, which `learn` finds; [] for tasks without.
         number_of: by the name of a label, its number; {} for tasks without classes or choices.
         settings: the fields of the model's configuration that the task decides: `num_labels`, `id2label`, ...
         problem_type: that of the model's configuration, which has one for `AutoModelForSequenceClassification`.
         has_unanswerable: whether training rows have questions without an answer.
-        no_label: what is wrong with a column of labels that has none, and the way out.
+        no_label: for a message: what is wrong with an empty cell in the column of labels, and the way out.
         restored: the entries of `learnt`, beside the columns, that the predictions of a finished model need.
-        least_texts: how many columns of texts a row has at least, choices apart.
-        more_columns: columns that `read` looks at where they are, and that no option names.
+        least_texts: the least number of columns of texts, without those of choices.
+        more_columns: columns that `read` uses if rows have them, and that no option names.
     """
 
     problem_type = None
@@ -78,7 +95,8 @@ class Task:
 
     def __init__(self, config: FinetuneConfig):
         self.config = config
-        self.columns: dict[str, list[str | None]] = {}
+        self.columns: dict[str, list[str]] = {}
+        self.reads_labels = True
         self.classes: list[str] = []
         self.number_of: dict[str, int] = {}
         self.settings: dict = {"problem_type": self.problem_type}
@@ -90,7 +108,7 @@ class Task:
         Raises:
             UserError: `metric_for_best_model` is not a metric of the task.
         """
-        chosen = self.config.metric_for_best_model or self.config.named.get("metric", self.main_metric)
+        chosen = self.config.metric_for_best_model or self.config.named_data_set.get("metric", self.main_metric)
         name = chosen.removeprefix("eval_")
         known = (*self.metrics_shown, "loss")
         if name not in known:
@@ -148,7 +166,7 @@ class Task:
     @property
     def label_column(self) -> str | None:
         """The column of labels, the first one if there are several; None where labels are not read."""
-        return self.columns["label_column"][0]
+        return self.columns["label_column"][0] if self.reads_labels else None
 
     def options_of_texts(self) -> list[str]:
         """The options whose columns hold a text each: all but those of choices and of labels."""
@@ -162,13 +180,18 @@ class Task:
             names: of the columns of the training rows.
         """
         for option, usual in self.usual_columns.items():
-            wanted = list(usual)
-            if option in self.config.named:
-                wanted.append(self.config.named[option])
+            candidates = list(usual)
+            if option in self.config.named_data_set:
+                candidates.append(self.config.named_data_set[option])
             given = getattr(self.config, option)
-            found = given or next((name for name in wanted if name in names), None)
-            if found or option not in OPTIONAL or option in self.config.named:
-                self.columns[option] = found if isinstance(found, list) else [found or wanted[0]]
+            found = next((name for name in candidates if name in names), None)
+            is_needed = option not in OPTIONAL or option in self.config.named_data_set
+            if given:
+                self.columns[option] = given if isinstance(given, list) else [given]
+            elif found is not None:
+                self.columns[option] = [found]
+            elif is_needed:
+                self.columns[option] = [candidates[0]]  # which `check_columns` then refuses, and names the option
 
     def check_columns(self, title: str, names: list[str], has_labels: bool = True) -> None:
         """
@@ -206,9 +229,9 @@ class Task:
             texts.append(check_text(cells.get(column), f"column {column!r:.100}", way_out))
         return tuple(texts)
 
-    def checked(self, row: Row, split: Split) -> Row:
+    def check_label(self, row: Row, split: Split) -> Row:
         """
-        The row.
+        Check the label of a row that was read, and give the row back.
 
         Raises:
             ValueError: it has no label and others of its split have, or the training rows have not shown how to learn
@@ -227,10 +250,10 @@ class Task:
         return row
 
     def names_of(self, row: Row) -> list[str]:
-        """The names of the classes of a row; [] for a task without classes."""
+        """The names of the classes or choices in the label of a row; [] for a label of another kind, or for none."""
         if isinstance(row.label, str):
             return [row.label]
-        if not self.classes:
+        if not self.classes:  # a number, or a list of answers
             return []
         return row.label or []
 
@@ -242,8 +265,8 @@ class Task:
 
         Args:
             found: the names in the training rows.
-            named: all names in their order, if the dataset or its publishers give it; a name may stand there twice, as
-                two spellings are made one.
+            named: all names in their order, if the dataset or its publishers give it; a name may stand there twice,
+                where two names differ only in how a letter such as ü is encoded: `cells.name_of` makes both NFC.
             least: the fewest classes; of one alone there is nothing to learn.
 
         Raises:
@@ -291,7 +314,11 @@ class Task:
         return logits
 
     def baseline(self, train: Split, split: Split) -> Baseline | None:
-        """A prediction for a split that needs no model, but training rows; None for a task without one."""
+        """The baseline of a split, which needs the training rows, but no model; None for a task without one."""
+        return None
+
+    def class_of_f1(self) -> str | None:
+        """The class that the metric `f1` is of; None where it is a mean over several, or there is none."""
         return None
 
     def in_csv(self, predicted: dict[str, list]) -> dict[str, list]:

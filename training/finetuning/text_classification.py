@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from d2l_bert.messages import UserError, explained
-from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning import scoring
 from d2l_bert.training.finetuning.cells import is_filled, list_in, listed, name_of
 from d2l_bert.training.finetuning.features import Features, truncated
 from d2l_bert.training.finetuning.tasks import Baseline, Task
@@ -35,25 +35,35 @@ class TextTask(Task):
 
     def read(self, row, split):
         texts = self.texts(row.cells)
-        has_labels = all(column in split.columns for column in self.columns["label_column"])
-        return row._replace(texts=texts, label=self.label_in(row.cells, split) if has_labels else None)
+        label = None
+        if self.reads_labels and all(column in split.columns for column in self.columns["label_column"]):
+            label = self.label_in(row.cells, split)
+        return row._replace(texts=texts, label=label)
 
     def targets(self, split) -> np.ndarray:
         """The labels of a split as numbers, (N,) or (N, C)."""
         return np.array([-100 if row.label is None else self.number_of[row.label] for row in split.rows])
 
     def features(self, split, tokenizer, max_seq_length):
-        texts = list(zip(*(row.texts for row in split.rows), strict=True))
-        inputs, windows, note = truncated(tokenizer, texts, max_seq_length)
+        # The texts of all rows; of pairs, the first texts and then the second ones.
+        columns = list(zip(*(row.texts for row in split.rows), strict=True))
+        inputs, windows, note = truncated(tokenizer, columns, max_seq_length)
         labels = self.targets(split)
         if labels.ndim == 1:
-            labels = labels.tolist()  # one number is Python's: as NumPy's it would be float64
-        for of_row, label in zip(inputs, labels, strict=True):
-            of_row["labels"] = label  # several labels of a row stay a part of the array
+            # The collator makes float32 of Python's floats, and would make float64 of NumPy's.
+            labels = labels.tolist()
+        for feature, label in zip(inputs, labels, strict=True):
+            feature["labels"] = label  # a number; of several labels a row (C,) of the array
         return Features(inputs, windows, note)
 
     def always(self, split, outputs) -> dict[str, float]:
-        """The metrics of a split if every row had these outputs."""
+        """
+        The metrics of a split if every row had the same outputs.
+
+        Args:
+            outputs: of one row (C,). They need not be logits: the metrics of one class look at the place of the
+                largest, those of several labels at the signs.
+        """
         return self.metrics(split, np.broadcast_to(outputs, (len(split.rows), len(outputs))))
 
 
@@ -65,9 +75,9 @@ class TextClassification(TextTask):
     metrics_shown = ("accuracy", "f1", "accuracy_f1_mean", "matthews_correlation")
 
     @property
-    def known(self) -> tuple[str, ...]:
-        """The names of the named data set's classes, by their numbers; () for other data."""
-        return self.config.named.get("labels", ())
+    def classes_of_data_set(self) -> tuple[str, ...]:
+        """The names of the classes of the named data set, in the order of their numbers; () for other data."""
+        return self.config.named_data_set.get("labels", ())
 
     def label_in(self, cells, split):
         """The label in a row; raises `ValueError` if there is something else."""
@@ -80,19 +90,26 @@ class TextClassification(TextTask):
         if not is_filled(value):
             return None
         name = name_of(value, self.label_column, split.class_names.get(self.label_column))
-        if re.fullmatch(r"\d{1,9}", name) and int(name) < len(self.known):
-            return self.known[int(name)]
+        if re.fullmatch(r"\d{1,9}", name) and int(name) < len(self.classes_of_data_set):
+            return self.classes_of_data_set[int(name)]
         return name
 
     def learn(self, train):
-        found = {row.label for row in train.rows} - {None}
-        others = sorted(found.difference(self.known))
-        of_dataset = train.class_names.get(self.label_column)
-        self.learn_classes(train, found, of_dataset or (() if others else self.known))
-        if not of_dataset and 0 < len(others) < len(found):
+        # The order of the classes: that of the column of labels in a dataset; else that of the data set which `task`
+        # names, unless the rows have other classes; else `learn_classes` sorts them.
+        in_rows = {row.label for row in train.rows} - {None}
+        of_column = train.class_names.get(self.label_column)
+        unknown = sorted(in_rows.difference(self.classes_of_data_set))
+        if of_column:
+            self.learn_classes(train, in_rows, of_column)
+        elif unknown:
+            self.learn_classes(train, in_rows, None)
+        else:
+            self.learn_classes(train, in_rows, self.classes_of_data_set)
+        if not of_column and 0 < len(unknown) < len(in_rows):
             raise UserError(
-                f"{train.title}: column {self.label_column!r:.100} has {listed(others)} beside labels of --task "
-                f"{self.config.task}, {listed(self.known)}; write these names, or their numbers from 0"
+                f"{train.title}: column {self.label_column!r:.100} has {listed(unknown)} beside labels of --task "
+                f"{self.config.task}, {listed(self.classes_of_data_set)}; write these names, or their numbers from 0"
             )
         if len(self.classes) == len(train.rows) > 2:
             raise UserError(
@@ -101,21 +118,24 @@ class TextClassification(TextTask):
             )
 
     def metrics(self, split, outputs):
-        return metrics.class_metrics(self.targets(split), outputs.argmax(-1), len(self.classes))
+        return scoring.class_metrics(self.targets(split), outputs.argmax(-1), len(self.classes))
 
     def baseline(self, train, split):
-        counts = np.bincount(self.targets(train), minlength=len(self.classes))
+        counts = np.bincount(self.targets(train), minlength=len(self.classes))  # the largest is chosen, as of logits
         return Baseline("always the most frequent class of the training rows", self.always(split, counts))
+
+    def class_of_f1(self):
+        return self.classes[1] if len(self.classes) == 2 else None
 
     def predicted(self, outputs) -> list[str]:
         """The likeliest class of each row."""
         return [self.classes[number] for number in outputs.argmax(-1)]
 
     def sides(self, split, outputs):
-        return metrics.Sides([row.label for row in split.rows], self.predicted(outputs), self.classes)
+        return scoring.Sides([row.label for row in split.rows], self.predicted(outputs), self.classes)
 
     def predictions(self, split, outputs):
-        probabilities = metrics.probability_columns(self.classes, outputs)
+        probabilities = scoring.probability_columns(self.classes, outputs)
         return {"prediction": self.predicted(outputs), **probabilities}
 
 
@@ -175,25 +195,25 @@ class MultiLabelClassification(TextTask):
         )
 
     def metrics(self, split, outputs):
-        return metrics.multilabel_metrics(self.targets(split), self.predicted(outputs))
+        return scoring.multilabel_metrics(self.targets(split), self.predicted(outputs))
 
     def baseline(self, train, split):
         shares = self.targets(train).mean(0)
-        found = self.always(split, shares - 0.5)
-        return Baseline("always the labels of more than half of the training rows", found)
+        of_more_than_half = self.always(split, shares - 0.5)  # a label is chosen if this is above 0, as a logit
+        return Baseline("always the labels of more than half of the training rows", of_more_than_half)
 
     def predicted(self, outputs) -> np.ndarray:
         """1 for each label that a row is predicted to have, 0 for each other one (N, C)."""
         return (outputs > 0).astype(np.int8)
 
     def sides(self, split, outputs):
-        return metrics.Sides(self.targets(split), self.predicted(outputs), self.classes)
+        return scoring.Sides(self.targets(split), self.predicted(outputs), self.classes)
 
     def predictions(self, split, outputs):
         chosen = []
         for logits in outputs:
             chosen.append([name for name, logit in zip(self.classes, logits, strict=True) if logit > 0])
-        return {"prediction": chosen, **metrics.probability_columns(self.classes, outputs, of_each=True)}
+        return {"prediction": chosen, **scoring.probability_columns(self.classes, outputs, of_each=True)}
 
     def in_csv(self, predicted):
         """
@@ -273,13 +293,14 @@ class Regression(TextTask):
 
     @torch.no_grad()
     def finish(self, model):
-        last = [module for module in model.modules() if isinstance(module, torch.nn.Linear)][-1]
+        linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        last = linear[-1]
         assert last.out_features == 1, "the head's last layer gives the number"
         last.weight.mul_(self.deviation)
         last.bias.mul_(self.deviation).add_(self.mean)
 
     def metrics(self, split, outputs):
-        return metrics.number_metrics([row.label for row in split.rows], outputs[:, 0])
+        return scoring.number_metrics([row.label for row in split.rows], outputs[:, 0])
 
     def baseline(self, train, split):
         return Baseline("always the mean of the training labels", self.always(split, [self.mean]))

@@ -8,7 +8,7 @@ import numpy as np
 from transformers import DataCollatorForTokenClassification
 
 from d2l_bert.messages import UserError, counted
-from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning import scoring
 from d2l_bert.training.finetuning.cells import check_length, check_text, list_in, listed, name_of
 from d2l_bert.training.finetuning.features import Features, Window, encoded, note_of_windows
 from d2l_bert.training.finetuning.tasks import Baseline, Task
@@ -58,12 +58,12 @@ class TokenClassification(Task):
         counts = Counter(tag for row in train.rows for tag in row.label or [])
         self.learn_classes(train, set(counts), train.class_names.get(self.label_column))
         self.default = "O" if "O" in counts else counts.most_common(1)[0][0]
-        self.scheme = metrics.scheme_of(self.classes)
+        self.scheme = scoring.scheme_of(self.classes)
         if self.scheme is None:
             self.main_metric = "accuracy"
             self.metrics_shown = ("accuracy",)
             logger.info(
-                f"the tags ({listed(self.classes)}) are not of {', '.join(metrics.SCHEMES)}: the figure is the "
+                f"the tags ({listed(self.classes)}) are not of {', '.join(scoring.SCHEMES)}: the figure is the "
                 f"accuracy over words"
             )
         else:
@@ -88,11 +88,11 @@ class TokenClassification(Task):
         texts = [row.texts for row in split.rows]
         features = []
         windows = []
-        seen = set()  # the words that earlier windows have
+        seen = set()  # row and number of each word that an earlier window has
         for number, inputs, encoding in encoded(
             tokenizer, [texts], max_seq_length, is_split_into_words=True, return_overflowing_tokens=True
         ):
-            firsts = {}  # the position of the first piece of each word
+            firsts = {}  # for each other word of this window the position of its first piece
             for position, word in enumerate(encoding.word_ids):
                 if word is not None and (number, word) not in seen:
                     firsts.setdefault(word, position)
@@ -120,14 +120,14 @@ class TokenClassification(Task):
         return tags
 
     def metrics(self, split, outputs):
-        return metrics.tag_metrics([row.label for row in split.rows], outputs, self.scheme is not None)
+        return scoring.tag_metrics([row.label for row in split.rows], outputs, self.scheme is not None)
 
     def baseline(self, train, split):
         counts = Counter()
         for row in train.rows:
             counts.update(zip(row.texts, row.label, strict=True))
         usual = {}
-        for (word, tag), _ in counts.most_common():
+        for (word, tag), _ in counts.most_common():  # the most frequent tag of a word comes first
             usual.setdefault(word, tag)
         predicted = []
         for row in split.rows:
@@ -137,8 +137,8 @@ class TokenClassification(Task):
     def sides(self, split, outputs):
         gold = [row.label for row in split.rows]
         if self.scheme is not None:
-            return metrics.types_at_spans(gold, outputs)
-        return metrics.Sides(list(itertools.chain(*gold)), list(itertools.chain(*outputs)), self.classes)
+            return scoring.types_at_spans(gold, outputs)
+        return scoring.Sides(list(itertools.chain(*gold)), list(itertools.chain(*outputs)), self.classes)
 
     def predictions(self, split, outputs):
         columns = {"prediction": outputs}
@@ -150,7 +150,7 @@ class TokenClassification(Task):
 def entities_in(words: tuple[str, ...], tags: list[str]) -> list[dict]:
     """The entities that the tags of a text mark, as the table of predictions has them."""
     found = []
-    for kind, begin, end in metrics.entities(tags):
+    for kind, begin, end in scoring.entities(tags):
         text = " ".join(words[begin:end])
         found.append({"type": kind, "text": text, "first_word": begin, "last_word": end - 1})
     return found

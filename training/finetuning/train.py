@@ -17,7 +17,7 @@ from d2l_bert.records import read_record
 from d2l_bert.tokenization.model_files import without_log_messages
 from d2l_bert.training import processes, run_folder
 from d2l_bert.training.checkpoint import WEIGHTS_FILE, check_hashes, checkpoints, delete_old, hashes_of, versions
-from d2l_bert.training.finetuning import metrics, models, trainer
+from d2l_bert.training.finetuning import models, scoring, trainer
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.folder import MODEL_FOLDER, write_folder
 from d2l_bert.training.finetuning.outputs import Outputs, figures_of, outputs_of
@@ -55,7 +55,7 @@ def finetune(config: FinetuneConfig) -> Path:
         with contextlib.ExitStack() as stack:
             processes.on_main(run_folder.enter_finetuning, config, plan.folder, record, stack)
             outcome = train(plan)
-            messages.report.info(finish(plan, record, outcome))
+            messages.report.info(finish(plan, record, outcome))  # `report` is the logger of what goes to stdout
         if config.push_to_hub:
             settings = PublishConfig(public=not config.hub_private_repo)
             messages.report.info(processes.on_main(publish.publish, plan.folder, repository_of(config), settings))
@@ -77,6 +77,7 @@ def train(plan: Plan) -> Outcome:
     """
     of_rates = train_stable(plan, [Attempt(rate, plan.config.seed) for rate in plan.rates])
     rate = best_of(plan, of_rates)["learning_rate"] if of_rates else min(plan.rates)
+    # The model of the first seed with this rate is finished: its result is read back.
     of_seeds = train_stable(plan, [Attempt(rate, seed) for seed in plan.seeds])
     if not of_seeds:
         raise UserError(
@@ -103,7 +104,7 @@ def best_of(plan: Plan, results: list[Result]) -> Result:
 
     def rank(result):
         figures = result["validation"]
-        return metrics.goodness(plan.metric, figures[plan.metric]), -figures["loss"]
+        return scoring.goodness(plan.metric, figures[plan.metric]), -figures["loss"]
 
     return max(results, key=rank)
 
@@ -147,8 +148,8 @@ def make_trainer(plan: Plan, attempt: Attempt, callback: trainer.Checkpoints) ->
     model = models.make_model(plan.start.config, plan.start.revision, plan.task)
     validation = plan.features["validation"].inputs if "validation" in plan.features else None
 
-    def figures(found):
-        return measure(plan, "validation", Outputs(found.predictions, found.label_ids))
+    def compute_metrics(evaluation):
+        return measure(plan, "validation", Outputs(evaluation.predictions, evaluation.label_ids))
 
     return trainer.TaskTrainer(
         plan.task,
@@ -157,7 +158,7 @@ def make_trainer(plan: Plan, attempt: Attempt, callback: trainer.Checkpoints) ->
         plan.start.tokenizer,
         train_dataset=plan.features["train"].inputs,
         eval_dataset=validation,
-        compute_metrics=figures,
+        compute_metrics=compute_metrics,
         callbacks=callbacks_of(plan.config, callback),
     )
 
@@ -242,7 +243,7 @@ def _is_possible(metric: str, value) -> bool:
     """Whether a value of JSON can be that of a metric."""
     if not _is_number(value):
         return False
-    return not metrics.is_share(metric) or 0 <= value <= 1
+    return not scoring.is_share(metric) or 0 <= value <= 1
 
 
 def _is_number(value) -> bool:
@@ -272,10 +273,12 @@ def finish(plan: Plan, record: dict, outcome: Outcome) -> str:
         model = getattr(transformers, plan.task.auto_class).from_pretrained(saved, trust_remote_code=False)
     outputs = {}
     for name, split in plan.splits.items():
-        is_in_table = name == "test"  # of predictions
-        if is_in_table or name == plan.reported():
+        is_predicted = name == "test"  # its predictions are written to a table
+        if is_predicted or name == plan.reported():
             logits = plan.task.rescaled(predict(plan, model, name).logits)
             outputs[name] = plan.task.row_outputs(split, plan.features[name].windows, logits)
     if outputs:
-        model.config.use_cache = False  # the configuration of a model that has predicted, since Trainer did that
+        # For the model's config.json: a run with predictions writes "use_cache": false there, as in the releases in
+        # which Trainer predicted and set it.
+        model.config.use_cache = False
     return processes.on_main(write_folder, plan, record, model, outputs, outcome)
