@@ -67,7 +67,7 @@ def _blocks(pieces, is_early):
     The sentences of each block of a document's pieces.
 
     A block ends with the first paragraph that brings it to `fewest` sentences, or inside a paragraph at twice as many.
-    That is `BLOCK_SENTENCES`, but less in the first blocks of a document that is early or long:
+    `fewest` is `BLOCK_SENTENCES`, but less in the first blocks of a document that is early or long:
 
         sentences of the document before the block     0  4  8  100  252 and more
         fewest                                         1  2  3   26            64
@@ -83,7 +83,8 @@ def _blocks(pieces, is_early):
     for piece in itertools.chain(first, pieces):
         is_end_of_paragraph = piece is None
         fewest = min(BLOCK_SENTENCES, 1 + before // 4) if begins_small else BLOCK_SENTENCES
-        if len(sentences) >= (fewest if is_end_of_paragraph else 2 * fewest):
+        enough = fewest if is_end_of_paragraph else 2 * fewest
+        if len(sentences) >= enough:
             yield sentences
             before += len(sentences)
             sentences = []
@@ -110,9 +111,9 @@ def _segmented(paragraph, language):
     In windows of 20 characters, "It is one. It is two. It is a long third one." has these sentences:
 
         window                   sentences
-        "It is one. It is "      "It is one. ": the last one may be unfinished, and the next window begins with it
+        "It is one. It is "      "It is one. "; what follows may be unfinished, and the next window begins with it
         "It is two. It is a "    "It is two. "
-        "It is a long third "    "It is a long third ", unfinished: it fills the window alone, so that it is cut here
+        "It is a long third "    "It is a long third "; a sentence that fills a window is cut at its end
         "one."                   "one."
     """
     start = 0

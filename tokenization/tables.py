@@ -358,7 +358,8 @@ def _parquet_rows(file, columns):
         _check_columns(table.schema_arrow.names, columns)
         for batch in table.iter_batches(_rows_at_once(table.metadata, columns), columns=columns):
             is_large = batch.nbytes > LONGEST_CELL
-            for part in (batch.slice(row, 1) for row in range(len(batch))) if is_large else [batch]:
+            single_rows = (batch.slice(row, 1) for row in range(len(batch)))
+            for part in single_rows if is_large else [batch]:
                 if is_large:
                     _check_cells(part, f"row {number + 1:,}")
                 for row in values_of(part, number + 1, file, told):
@@ -649,12 +650,13 @@ def _cell_rows(file, columns, separator, is_tsv):
     try:
         for row in reader:
             # Excel writes rows of empty cells behind the last one. Of one column an empty cell in quotes is a row.
-            is_of_one_column = len(row) == len(names or ()) == 1
+            is_of_one_column = names is not None and len(names) == 1 and len(row) == 1
             is_filled = any(map(str.strip, row)) or is_of_one_column
             if row and declared:
-                declared = None
+                declared = None  # this row is the line of Excel's; the next one is the header
             elif row and names is None:
-                _check_columns(names := row, columns)
+                names = row
+                _check_columns(names, columns)
             elif is_filled and len(row) != len(names):
                 raise ValueError(
                     f"line {number:,}: not the {len(names):,} cells of the header, but {len(row):,}, if {between!r} "
