@@ -149,7 +149,7 @@ def test_packed_rows_are_full_and_hold_each_sequence_once(lengths):
 )
 def test_the_micro_batches_of_all_ranks_hold_each_row_once_and_are_equally_many(lengths, most_tokens, world_size):
     ranks = range(min(world_size, len(lengths) + 2))
-    found = [packing.micro_batches(lengths, most_tokens, Ranks(world_size, rank)) for rank in ranks]
+    found = [packing.rows_of_micro_batches(lengths, most_tokens, Ranks(world_size, rank)) for rank in ranks]
     assert sorted(row for part in found for micro_batch in part for row in micro_batch) == list(range(len(lengths)))
     assert len({len(part) for part in found}) == 1
     for micro_batch in (micro_batch for part in found for micro_batch in part if len(micro_batch) > 1):
@@ -164,7 +164,7 @@ def test_a_micro_batch_ends_where_it_is_full_or_a_row_more_would_be_too_much_pad
         return max(widths) * len(widths), sum(max(widths) - width for width in widths)
 
     most_padding = max(256, most_tokens / 32)
-    found = packing.micro_batches(lengths, most_tokens)
+    found = packing.rows_of_micro_batches(lengths, most_tokens)
     widths = [[-(-lengths[row] // 8) * 8 for row in micro_batch] for micro_batch in found]
     assert sum(widths, []) == sorted(sum(widths, []), reverse=True)
     for own, following in itertools.zip_longest(widths, widths[1:]):
@@ -187,7 +187,7 @@ def test_a_micro_batch_ends_where_it_is_full_or_a_row_more_would_be_too_much_pad
 def test_micro_batches_consist_of_groups_so_that_there_are_few_shapes(rows, size):
     lengths = np.random.default_rng(0).integers(3, 129, rows)
     lengths[0] = 128
-    found = packing.micro_batches(lengths, 16_384)
+    found = packing.rows_of_micro_batches(lengths, 16_384)
     assert len(found) > 1 and all(len(micro_batch) % size == 0 for micro_batch in found[:-1])
     computed = sum(len(micro_batch) * packing.padded(lengths[micro_batch].max()) for micro_batch in found)
     # Between groups at most a 32nd of a full micro-batch in each; in a group as much as its rows differ.

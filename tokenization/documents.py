@@ -52,7 +52,8 @@ def text_documents(lines: Iterator[str], counts: Counter, documents: str = "auto
     are_sentences = layout.lines == "sentences"
     found = split_documents(itertools.chain(first, lines), layout, READ_CHARACTERS)
     for number, paragraphs in enumerate(found):
-        counts[f"files {layout}"] += number == 0
+        if number == 0:  # only a file with a document is counted
+            counts[f"files {layout.description()}"] += 1
         yield Document(paragraphs, are_sentences=are_sentences)
 
 
@@ -82,7 +83,7 @@ def row_documents(texts: Iterable[str], counts: Counter, documents: str = "auto"
             yield Document(block, are_sentences=are_sentences)
         return
     for text in rows:
-        counts[f"rows {layout}"] += 1
+        counts[f"rows {layout.description()}"] += 1
         for paragraphs in split_documents(tables.LINE_END.split(text), layout, READ_CHARACTERS):
             yield Document(paragraphs, are_sentences=are_sentences)
 

@@ -52,19 +52,10 @@ def prepare_tokens(
     backend = text_backend(tokenizer)
 
     def write(partial):
-        text = part.text
-        blocks = part.blocks
-        at_once = max(1, len(blocks) * TOKENIZED_AT_ONCE // max(part.characters(), 1))
-        documents = text.documents[blocks]
-        ends_document = np.diff(documents, append=-1) != 0
-        spans = []
-        for some in np.split(np.arange(len(blocks)), range(at_once, len(blocks), at_once)):
-            last_blocks = np.flatnonzero(ends_document[some])
-            ended = documents[some][last_blocks]
-            spans.append(Span(blocks[some], last_blocks, text.hashes[ended], text.sources[ended]))
-        tokenize = functools.partial(_tokenize, (text.folder, backend, word_unit))
+        spans = _spans_of(part)
+        tokenize = functools.partial(_tokenize, (part.text.folder, backend, word_unit))
         sections = in_order(tokenize, spans, min(processes, len(spans)))
-        write_store(partial, len(tokenizer), text.source_count, sections, documents=part.document_count())
+        write_store(partial, len(tokenizer), part.text.source_count, sections, documents=part.document_count())
         _opened.cache_clear()  # in the calling process, if no others were started
 
     return cached(
@@ -79,7 +70,7 @@ class Span:
 
     Args:
         blocks: their numbers (n,).
-        last_blocks: which of them end a document, counted from the first (d,).
+        last_blocks: those that end a document, counted from the first block of the span (d,).
         hashes, sources: the hash, and the number of the source, of each of these documents (d,).
     """
 
@@ -89,6 +80,30 @@ class Span:
     sources: np.ndarray
 
 
+def _spans_of(part):
+    """
+    The spans of a part of a text, of about `TOKENIZED_AT_ONCE` characters each.
+
+    Seven blocks of the documents 3, 4 and 6, in spans of four blocks:
+
+        blocks          10 11 12 13     14 20 21
+        documents        3  3  4  4      4  6  6
+        last_blocks         1            0     2
+        ended               3            4     6      the documents that end here, which hashes and sources are of
+    """
+    text = part.text
+    blocks = part.blocks
+    at_once = max(1, len(blocks) * TOKENIZED_AT_ONCE // max(part.characters(), 1))
+    documents = text.documents[blocks]
+    ends_document = np.diff(documents, append=-1) != 0
+    spans = []
+    for places in np.split(np.arange(len(blocks)), range(at_once, len(blocks), at_once)):
+        last_blocks = np.flatnonzero(ends_document[places])
+        ended = documents[places][last_blocks]
+        spans.append(Span(blocks[places], last_blocks, text.hashes[ended], text.sources[ended]))
+    return spans
+
+
 @functools.lru_cache(maxsize=1)
 def _opened(folder, backend, word_unit):
     """What a process reads text and encodes it with, opened once."""
@@ -96,13 +111,23 @@ def _opened(folder, backend, word_unit):
 
 
 def _tokenize(arguments, span):
-    """The `Section` of a span of the text."""
+    """
+    The `Section` of a span of the text.
+
+    Sentences without a token are left out, and the ends of documents are counted without them. A span of two blocks,
+    each of which ends a document, with two sentences and one sentence, of which the second has no token:
+
+        lengths          5  0 | 4
+        block_ends            2    3
+        kept_before      0  1  1   2      the sentences with tokens before each sentence, and in all
+        document_ends         1    2      kept_before[2], kept_before[3]
+    """
     text, encode = _opened(*arguments)
     rows = pa.Table.from_batches(text.read(span.blocks))
     block_ends = np.cumsum(pc.list_value_length(rows["sentences"]).to_numpy())
     ids, lengths, words = encode(pc.list_flatten(rows["sentences"]).to_pylist())
     has_tokens = lengths > 0
-    kept_before = np.append(0, np.cumsum(has_tokens))  # the number of sentences with tokens before each sentence
+    kept_before = np.append(0, np.cumsum(has_tokens))
     document_ends = kept_before[block_ends[span.last_blocks]]
     return Section(ids, lengths[has_tokens], words[has_tokens], document_ends, span.hashes, span.sources)
 

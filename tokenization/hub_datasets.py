@@ -40,7 +40,8 @@ def open_dataset(name: str, config: str | None, split: str, streaming: bool) -> 
         if config is not None:
             raise ValueError(f"a folder of save_to_disk has no configurations, so none is called {config}")
         splits = saved_splits(name)
-        if "" in splits and split in ("train", "validation"):  # the defaults
+        # A dataset that was saved alone may have no name of a split. It is taken for those that are the defaults.
+        if "" in splits and split in ("train", "validation"):
             split = ""
         if split not in splits:
             known = ", ".join(filter(None, splits)) or "no splits"

@@ -295,7 +295,7 @@ CONTENT_FILE = "content.json"
 class FoundInSample(TypedDict):
     """The content of content.json in the cache: what `fit_tokenizer` has found in a sample of a text."""
 
-    account: Coverage
+    account: Coverage  # the name that a coverage has in all files
     contents: Contents
 
 
@@ -336,10 +336,11 @@ def fit_tokenizer(run: TextConfig, existing: PreTrainedTokenizerBase | None, sam
     def look_at_sample():
         words = count_words(sample)
         contents = contents_of(words)
-        return {"account": coverage_of(words, existing), "contents": contents}
+        coverage = coverage_of(words, existing)
+        return {"account": coverage, "contents": contents}
 
     found = _cached_content(sample, wordpiece.text_backend(existing), look_at_sample, _read_found)
-    return FittedTokenizer(existing, found["account"], found["contents"])
+    return FittedTokenizer(existing, coverage=found["account"], contents=found["contents"])
 
 
 def _trained_tokenizer(run, sample):
@@ -358,10 +359,11 @@ def _trained_tokenizer(run, sample):
             run.unicode_normalization,
         )
         tokenizer = wordpiece.train_on_words(words, rules, run.vocab_size, run.min_frequency, run.limit_alphabet)
+        coverage = coverage_of(words, tokenizer)
         return {
             "rules": vars(rules),
             "pieces": wordpiece.pieces(tokenizer),
-            "account": coverage_of(words, tokenizer),
+            "account": coverage,
             "contents": contents,
         }
 
@@ -371,7 +373,7 @@ def _trained_tokenizer(run, sample):
     settings = ", ".join(f"{name} {value}" for name, value in found["rules"].items())
     with_digits = facts_of(tokenizer)["entries_with_digits"]
     logger.info(f"tokenizer: {settings}; {len(tokenizer):,} entries, {with_digits:,} of them with digits")
-    return FittedTokenizer(tokenizer, found["account"], found["contents"])
+    return FittedTokenizer(tokenizer, coverage=found["account"], contents=found["contents"])
 
 
 def _cached_content(sample, made_with, find, read):

@@ -224,13 +224,14 @@ def contents_of(words: Counter) -> Contents:
     scripts = count_scripts(characters)
     # Only words with a character beyond ASCII can have a zero-width space, a joiner or two normal forms.
     rare = {word: count for word, count in words.items() if not word.isascii()}
-    ended = sum(count * _between_letters(word, ZERO_WIDTH_SPACE) for word, count in rare.items())
+    # A zero-width space makes two words of one between white space.
+    more_words = sum(count * _between_letters(word, ZERO_WIDTH_SPACE) for word, count in rare.items())
     long_words = _characters_in_long_words(words) / all_characters
     spaceless = sum(scripts[script] for script in SPACELESS) / all_characters
     return {
         "marks": marks / letters,
         "has_hangul": any("가" <= character <= "힣" for character in characters),
-        "zero_width_spaces": ended / (all_words + ended),
+        "zero_width_spaces": more_words / (all_words + more_words),
         "joiners": _share_of_joiners(rare, words, all_words),
         "long_words": long_words,
         "word_unit": "white space" if spaceless + long_words <= MOST_SPACELESS else "tokenizer",

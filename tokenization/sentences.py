@@ -58,22 +58,37 @@ def split_sentences(
         for sentences in _blocks(_pieces(document, language, counts), number < FEWEST_DOCUMENTS):
             counts["sentences"] += len(sentences)
             yield number, document.source, sentences
-        number += counts["sentences"] > before
+        if counts["sentences"] > before:
+            number += 1
 
 
-def _blocks(pieces, is_divided):
-    """The sentences of each block of a document's pieces; if it `is_divided` or long, its first blocks are small."""
+def _blocks(pieces, is_early):
+    """
+    The sentences of each block of a document's pieces.
+
+    A block ends with the first paragraph that brings it to `fewest` sentences, or inside a paragraph at twice as many.
+    `fewest` is `BLOCK_SENTENCES`, but less in the first blocks of a document that is early or long:
+
+        sentences of the document before the block     0  4  8  100  252 and more
+        fewest                                         1  2  3   26            64
+
+    Args:
+        pieces: from `_pieces`, with None at the end of each paragraph.
+        is_early: whether the document is one of the first `FEWEST_DOCUMENTS`.
+    """
     first = list(itertools.islice(pieces, 2 * BLOCK_SENTENCES))
-    begins_small = is_divided or len(first) == 2 * BLOCK_SENTENCES
-    before = 0 if begins_small else 4 * BLOCK_SENTENCES
+    begins_small = is_early or len(first) == 2 * BLOCK_SENTENCES
+    before = 0
     sentences = []
     for piece in itertools.chain(first, pieces):
-        smallest = min(BLOCK_SENTENCES, 1 + before // 4)
-        if len(sentences) >= (smallest if piece is None else 2 * smallest):
+        is_end_of_paragraph = piece is None
+        fewest = min(BLOCK_SENTENCES, 1 + before // 4) if begins_small else BLOCK_SENTENCES
+        enough = fewest if is_end_of_paragraph else 2 * fewest
+        if len(sentences) >= enough:
             yield sentences
             before += len(sentences)
             sentences = []
-        if piece is not None:
+        if not is_end_of_paragraph:
             sentences.append(piece)
     if sentences:
         yield sentences
@@ -90,20 +105,30 @@ def _pieces(document, language, counts):
 
 
 def _segmented(paragraph, language):
-    """The sentences of a paragraph, found in windows of `SPLIT_CHARACTERS` that each begin where a sentence does."""
+    """
+    The sentences of a paragraph, found in windows of at most `SPLIT_CHARACTERS` that end between words.
+
+    In windows of 20 characters, "It is one. It is two. It is a long third one." has these sentences:
+
+        window                   sentences
+        "It is one. It is "      "It is one. "; what follows may be unfinished, and the next window begins with it
+        "It is two. It is a "    "It is two. "
+        "It is a long third "    "It is a long third "; a sentence that fills a window is cut at its end
+        "one."                   "one."
+    """
     start = 0
     while start < len(paragraph):
         end = start + SPLIT_CHARACTERS
         if end < len(paragraph):
-            end = paragraph.rfind(" ", start, end) + 1 or end
+            end = paragraph.rfind(" ", start, end) + 1 or end  # behind the last space, if there is one
         found = sentencex.segment(language, paragraph[start:end])
-        *ended, last = itertools.chain.from_iterable(map(_ENDS_MISSED.split, found))
-        if ended and end < len(paragraph):
-            end -= len(last)  # it may be unfinished: the next window begins with it
+        *sentences, last = itertools.chain.from_iterable(map(_ENDS_MISSED.split, found))
+        if sentences and end < len(paragraph):
+            end -= len(last)
         else:
-            ended.append(last)
+            sentences.append(last)
         start = end
-        yield from ended
+        yield from sentences
 
 
 def _cut(sentence):

@@ -81,7 +81,7 @@ class Source:
             their content, and the options they are read with.
         documents: an iterator, so the documents can be read only once.
         counts: increased while the documents are read: "rows without text" of tables and datasets, "files without
-            text", and how the others were read (`TextLayout`).
+            text", and how the others were read (`TextLayout.description`).
         is_on_hub: whether the source is a dataset on the Hub.
         linked: how many files of a folder lie outside of it, behind links.
     """

@@ -358,7 +358,8 @@ def _parquet_rows(file, columns):
         _check_columns(table.schema_arrow.names, columns)
         for batch in table.iter_batches(_rows_at_once(table.metadata, columns), columns=columns):
             is_large = batch.nbytes > LONGEST_CELL
-            for part in (batch.slice(row, 1) for row in range(len(batch))) if is_large else [batch]:
+            single_rows = (batch.slice(row, 1) for row in range(len(batch)))
+            for part in single_rows if is_large else [batch]:
                 if is_large:
                     _check_cells(part, f"row {number + 1:,}")
                 for row in values_of(part, number + 1, file, told):

@@ -32,7 +32,8 @@ class TextLayout:
     documents: Documents
     lines: Literal["wrapped", "paragraphs", "sentences"]
 
-    def __str__(self):
+    def description(self) -> str:
+        """What the counts of a text say about how it was read, such as "read whole, lines joined"."""
         documents = {"file": "read whole", "blank_line": "divided at empty lines", "line": "divided into lines"}
         lines = {"wrapped": "lines joined", "paragraphs": "a paragraph a line", "sentences": "a sentence a line"}
         return f"{documents[self.documents]}, {lines[self.lines]}"
@@ -65,9 +66,13 @@ def find_layout(lines: Sequence[str], documents: Literal["auto"] | Documents = "
     - Few lines end a sentence, and few are empty, as in logs and tables: each line is a document.
     - Any other text is one document.
 
-    Lines that are not wrapped are sentences if most of them hold no full stop (in BERT's format, none before their
-    end; in a text that is one document, 90 %): no splitter must cut such a line at "c. acme.". Else they are
-    paragraphs.
+    Lines that are not wrapped are sentences if few of them have a full stop where a splitter could cut them, as it
+    would cut "c. acme."; else they are paragraphs. Few are:
+
+    - where each block is a document, less than half with a full stop before their end;
+    - where each line is a document, less than half with a full stop anywhere;
+    - where the text is one document, less than 10 % with a full stop anywhere: code and tables may stand beside prose,
+      which must be split.
 
     Args:
         lines: the lines of the text, or of its beginning, white space at their ends aside.
@@ -75,25 +80,29 @@ def find_layout(lines: Sequence[str], documents: Literal["auto"] | Documents = "
     """
     lines = [line.strip() for line in lines]
     texts = [line for line in lines if line]
-    blocks = sum(has_text for has_text, _ in itertools.groupby(lines, key=bool))
-    ending = [_ends_with_stop(line) for line in texts]
-    inside = [_has_stop_inside(line) for line in texts]
-    ended = sum(ending) / max(len(texts), 1)
-    stopped = sum(at_end or before for at_end, before in zip(ending, inside, strict=True))
-    wrapped = ended <= 0.8 and stopped >= 0.1 * len(texts) and _are_wrapped(lines)
+    block_count = sum(has_text for has_text, _ in itertools.groupby(lines, key=bool))
+    ends_with_stop = [_ends_with_stop(line) for line in texts]
+    has_stop_inside = [_has_stop_inside(line) for line in texts]
+    share_ending = sum(ends_with_stop) / max(len(texts), 1)
+    count_inside = sum(has_stop_inside)
+    count_anywhere = sum(at_end or inside for at_end, inside in zip(ends_with_stop, has_stop_inside, strict=True))
+    wrapped = share_ending <= 0.8 and count_anywhere >= 0.1 * len(texts) and _are_wrapped(lines)
     if documents == "auto":
         if wrapped or len(texts) < FEWEST_LINES:
             documents = "file"
-        elif ended >= 0.8:
-            documents = "blank_line" if len(texts) >= 1.5 * blocks else "file"
+        elif share_ending >= 0.8:
+            documents = "blank_line" if len(texts) >= 1.5 * block_count else "file"
         else:
             documents = "line" if len(texts) > 0.95 * len(lines) else "file"
     if wrapped and documents != "line":
         return TextLayout(documents, "wrapped")
-    with_stop = sum(inside) if documents == "blank_line" else stopped
-    # The lines of one document may be code and tables beside prose, which must be split.
-    most = 0.1 if documents == "file" else 0.5
-    return TextLayout(documents, "sentences" if with_stop < most * len(texts) else "paragraphs")
+    if documents == "blank_line":
+        are_sentences = count_inside < 0.5 * len(texts)
+    elif documents == "line":
+        are_sentences = count_anywhere < 0.5 * len(texts)
+    else:
+        are_sentences = count_anywhere < 0.1 * len(texts)
+    return TextLayout(documents, "sentences" if are_sentences else "paragraphs")
 
 
 def _ends_with_stop(line):
@@ -129,14 +138,22 @@ def _are_wrapped(lines):
     for first in range(0, len(going_on), 100):
         part = going_on[first : first + 100]
         full += max(_count_full(part, len), _count_full(part, _columns))
-    _, times = Counter(word for _, word in going_on).most_common(1)[0]
-    return full >= 0.5 * len(going_on) and times <= 1 + 0.25 * len(going_on)
+    first_words = Counter(word for _, word in going_on)
+    _, times = first_words.most_common(1)[0]
+    begin_alike = times > 1 + 0.25 * len(going_on)
+    return full >= 0.5 * len(going_on) and not begin_alike
 
 
 def _count_full(going_on, size):
-    """How many lines would be longer than nearly all, with the first word of the next."""
-    lengths = [size(line) for line, _ in going_on]
-    width = 0.95 * sorted(lengths)[int(0.98 * (len(lengths) - 1))]
+    """
+    How many lines would be wider than the text, with the first word of the next.
+
+    98 % of the lines are no longer than `nearly_longest`, as a few may stick out. The text counts as 5 % narrower than
+    that: few lines end exactly at its width.
+    """
+    lengths = sorted(size(line) for line, _ in going_on)
+    nearly_longest = lengths[int(0.98 * (len(lengths) - 1))]
+    width = 0.95 * nearly_longest
     with_word = [size(line) + 1 + size(word) for line, word in going_on]
     return sum(length > width for length in with_word)
 

@@ -184,13 +184,15 @@ class TextStore(Blocks):
         self.reading = counts["reading"]
         self.source_count = counts["sources"]
         self.of_blocks = {name: self.table[name].to_numpy() for name in _NUMBERS}
-        self._read_firsts = np.flatnonzero(np.diff(self.of_blocks["document"], prepend=-1))
-        firsts = self._read_firsts  # the first block of each document
+        # The first block of each document that was read, ...
+        self._firsts_as_read = np.flatnonzero(np.diff(self.of_blocks["document"], prepend=-1))
+        # ... and of each that counts as a document: the same, or every block.
+        firsts = self._firsts_as_read
         if len(self.table) and _few_hold_most(np.add.reduceat(self.of_blocks["characters"], firsts)):
             firsts = np.arange(len(self.table))
             self.reading["blocks of sentences in place of documents, as few hold most of the text"] = len(firsts)
-        blocks_of_documents = np.diff(firsts, append=len(self.table))
-        self.documents = np.repeat(np.arange(len(firsts)), blocks_of_documents)
+        block_counts = np.diff(firsts, append=len(self.table))
+        self.documents = np.repeat(np.arange(len(firsts)), block_counts)
         self.sources = self.of_blocks["source"][firsts]
         self.characters = np.add.reduceat(self.of_blocks["characters"], firsts)
         self.hashes = np.add.reduceat(self.of_blocks["hash"], firsts)
@@ -209,27 +211,31 @@ class TextStore(Blocks):
         """
         How many documents were read, and how many of them stand in a text whose documents have these hashes.
 
-        In a text of few documents the hashes are those of blocks.
+        If each block counts as a document in that text, the hashes are those of blocks: a document then stands in the
+        text if all its blocks do.
         """
         of_blocks = self.of_blocks["hash"]
-        of_documents = np.add.reduceat(of_blocks, self._read_firsts)
-        are_blocks_there = np.minimum.reduceat(np.isin(of_blocks, hashes), self._read_firsts)
-        are_there = are_blocks_there | np.isin(of_documents, hashes)
-        return len(of_documents), int(are_there.sum())
+        of_documents = np.add.reduceat(of_blocks, self._firsts_as_read)
+        is_block_there = np.isin(of_blocks, hashes)
+        are_all_blocks_there = np.minimum.reduceat(is_block_there, self._firsts_as_read)
+        is_there = np.isin(of_documents, hashes) | are_all_blocks_there
+        return len(of_documents), int(is_there.sum())
 
 
 def _few_hold_most(sizes):
     """
-    Whether documents of these sizes are few, or few of them hold more than four fifths of the text.
+    Whether documents of these sizes are fewer than 20, or few of them hold more than four fifths of the text.
 
-    Else the small documents alone would be held out, such as the lines of a log beside three books. Of twenty books
-    whose sizes differ, those below the mean have a third of the text or more.
+    Else the small documents alone would be held out, such as the lines of a log beside three books. A document is
+    small with a twentieth of the text or less: at most 19 can have more. Of twenty books whose sizes differ, the small
+    ones have a third of the text or more.
     """
     if len(sizes) < FEWEST_DOCUMENTS:
         return True
     all_characters = sizes.sum()
-    small = sizes[FEWEST_DOCUMENTS * sizes <= all_characters]
-    return 5 * small.sum() < all_characters
+    is_small = FEWEST_DOCUMENTS * sizes <= all_characters
+    in_small = sizes[is_small].sum()
+    return 5 * in_small < all_characters  # the small documents have less than a fifth
 
 
 @dataclass(frozen=True)
@@ -291,15 +297,18 @@ def held_out_documents(hashes: np.ndarray, characters: np.ndarray, fraction: flo
     Raises:
         UserError: the corpus has fewer than four different documents.
     """
-    different, number = np.unique(hashes, return_inverse=True)
+    # The different hashes, ascending, and for each document the place of its hash among them.
+    different, place = np.unique(hashes, return_inverse=True)
     if len(different) < 4:
         raise UserError(
             f"too little text: {counted(len(different), 'document')} with different sentences, and training "
             f"and evaluation need two each; add text, or break one long sentence into several"
         )
-    sizes = np.bincount(number, characters)
+    sizes = np.bincount(place, characters)  # with copies
     wanted = min(fraction * int(sizes.sum()), most)
-    order = np.argsort(np.where(sizes > wanted, sizes, 0), kind="stable")  # the large documents last, by size
+    # The documents that are not too large come first, and stay in the order of their hashes; then the others by size.
+    size_if_too_large = np.where(sizes > wanted, sizes, 0)
+    order = np.argsort(size_if_too_large, kind="stable")
     enough = int(np.searchsorted(np.cumsum(sizes[order]), wanted)) + 1
     count = min(max(enough, 2), len(different) - 2)
-    return np.isin(number, order[:count])
+    return np.isin(place, order[:count])

@@ -98,7 +98,7 @@ def write_store(
     """
     types = dict.fromkeys(ARRAYS, "<i8") | {"ids": "<u2" if vocab_size <= 2**16 else "<i4"}
     in_sources = np.zeros(source_count, dtype=np.int64)  # documents
-    tokens = sentences = words_before = last_document = 0
+    tokens = sentences = words_before = last_document_end = 0  # of the sections that are written
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in ARRAYS}
 
@@ -110,7 +110,7 @@ def write_store(
         for section in with_progress(sections, label, documents, lambda section: len(section.document_ends)):
             words = words_before + np.append(0, np.cumsum(section.words))
             document_ends = sentences + section.document_ends
-            has_tokens = np.diff(document_ends, prepend=last_document) > 0
+            has_tokens = np.diff(document_ends, prepend=last_document_end) > 0
             append("ids", section.ids)
             append("sentence_starts", tokens + np.cumsum(section.tokens))
             append("document_starts", document_ends[has_tokens])
@@ -120,7 +120,8 @@ def write_store(
             tokens += len(section.ids)
             sentences += len(section.tokens)
             words_before = words[-1]
-            last_document = max([last_document, *document_ends[-1:]])
+            if len(document_ends):
+                last_document_end = document_ends[-1]
     record = {"types": types, "source_ends": np.cumsum(in_sources).tolist()}
     record["fingerprint"] = _fingerprint(record, [content_hash(folder / f"{name}.bin") for name in ARRAYS])
     (folder / STORE_FILE).write_text(json.dumps(record, indent=2) + "\n")
@@ -143,9 +144,14 @@ def join_stores(folder: Path, vocab_size: int, corpora: list["TokenizedCorpus"],
 
 
 def ranges(firsts: np.ndarray | int, ends: np.ndarray) -> np.ndarray:
-    """The whole numbers from each first up to the end that belongs to it, one range after the other."""
+    """
+    The whole numbers from each first to its end - 1, one range after the other.
+
+    For the firsts 2 and 7 and the ends 5 and 9, these are 2 3 4 7 8.
+    """
     counts = ends - firsts
-    return np.arange(counts.sum()) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
+    counts_before = np.cumsum(counts) - counts
+    return np.arange(counts.sum()) + np.repeat(firsts - counts_before, counts)
 
 
 def find(starts: np.ndarray, places: np.ndarray) -> np.ndarray:
@@ -270,6 +276,7 @@ class TokenizedCorpus:
             starts = self.sentence_starts[sentences]
             ends = self.sentence_starts[sentences + 1]
             document_ends = np.cumsum(self.document_starts[some + 1] - self.document_starts[some])
+            # A store keeps the words of each document alone: here its last sentence has them all.
             words = np.zeros(len(sentences), dtype=np.int64)
             words[document_ends - 1] = self.words_before[some + 1] - self.words_before[some]
             ids = self.ids[ranges(starts, ends)]

@@ -44,24 +44,15 @@ CONTINUATION = "##"
 VOCABULARY_FILE = "vocab.txt"
 
 
-# Shares of the vocabulary: all characters are kept that need no more entries than this, however rare they are, ...
-CHEAP_ALPHABET = 1 / 4
+# The most entries of the vocabulary that an alphabet takes (`choose_alphabet`), as shares of all entries.
+CHEAP_ALPHABET = 1 / 4  # however rare its characters are
+LARGE_ALPHABET = 1 / 2  # where fewer characters would leave more than `FEW_UNKNOWN`
+LARGEST_ALPHABET = 3 / 4  # where fewer characters would leave more than `MANY_UNKNOWN`
 
-# ... more are kept at the price of at most this share, ...
-LARGE_ALPHABET = 1 / 2
-
-# ... or of this, where too much of the text would be `[UNK]` else.
-LARGEST_ALPHABET = 3 / 4
-
-# Shares of the text in words with other characters. Below the first no characters are added.
+# Shares of the text in words with a character outside of the alphabet, which become [UNK].
 FEW_UNKNOWN = 0.001
-
-# Below this share, more characters are not worth the largest alphabet: held-out text, which has characters of its own,
-# then stays below 1 %.
-MANY_UNKNOWN = 0.008
-
-# This share is accepted where `MANY_UNKNOWN` needs more than the largest alphabet.
-MOST_UNKNOWN = 0.05
+MANY_UNKNOWN = 0.008  # held-out text, which has characters of its own, then stays below 1 %
+MOST_UNKNOWN = 0.05  # accepted where the largest alphabet, too, leaves more than `MANY_UNKNOWN`
 
 
 # Words in a text for the trainer: in longer ones it becomes slow.
@@ -141,6 +132,7 @@ def train_on_words(
     # One thread: handing words to several costs more than counting them.
     with patch_environment(TOKENIZERS_PARALLELISM="false"):
         trained.train_from_iterator(_repeated(words), trainer)
+    # The trainer puts the continuations before the characters; here they stand behind. Merged pieces keep their order.
     characters = [*SPECIAL_TOKENS, *sorted(alphabet), *continuations]
     merged = pieces(trained)[len(characters) :]
     return make_tokenizer([*characters, *merged], rules, model_max_length)
@@ -162,10 +154,16 @@ def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -
     """
     The characters that the vocabulary spells all words with: the most frequent ones.
 
-    All characters are kept where they need few entries (`CHEAP_ALPHABET`). Of more, the fewest are kept that leave
-    `FEW_UNKNOWN` of the text in words with other characters, in at most `LARGE_ALPHABET` of the vocabulary; if that
-    leaves more than `MANY_UNKNOWN`, the fewest that do not, in at most `LARGEST_ALPHABET`. A character needs a second
-    entry if it goes on a word.
+    The usual alphabet has as many characters as fit into `CHEAP_ALPHABET`; or the fewest that leave `FEW_UNKNOWN`,
+    where these are more, but no more than fit into `LARGE_ALPHABET`. The first case that holds decides:
+
+        the usual alphabet leaves at most `MANY_UNKNOWN`            it is taken
+        a larger one does, within `LARGEST_ALPHABET`                the smallest such
+        the usual alphabet leaves at most `MOST_UNKNOWN`            it is taken
+        a larger one does, within `LARGEST_ALPHABET`                as many characters as fit into `LARGEST_ALPHABET`
+        else                                                        the fewest that leave `MANY_UNKNOWN`
+
+    A character needs a second entry if it goes on a word.
 
     Args:
         words: how often each word occurs.
@@ -180,32 +178,35 @@ def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -
         raise UserError("no text to train a tokenizer on: the texts hold no character that BERT keeps")
     ranked = sorted(counts, key=lambda character: (-counts[character], character))
     rank = {character: number for number, character in enumerate(ranked, 1)}
-    # For each number of characters: the entries that they need, and the share of the text in words with others.
+    # Number n of `entries` and `unknown` is of the n most frequent characters: the entries that they need, and the
+    # share of the text in words with others.
     entries = np.cumsum([0, *(1 + (character in inside) for character in ranked)])
-    last = [max(map(rank.get, word)) for word in words]
+    rarest = [max(map(rank.get, word)) for word in words]  # the rank of each word's rarest character
     sizes = [count * len(word) for word, count in words.items()]
-    needed_by = np.bincount(last, sizes, len(ranked) + 1)
-    unknown = 1 - np.cumsum(needed_by) / needed_by.sum()
+    sizes_by_rarest = np.bincount(rarest, sizes, len(ranked) + 1)
+    unknown = 1 - np.cumsum(sizes_by_rarest) / sizes_by_rarest.sum()
 
-    def most(share):
+    def most_within(share):
         return int(np.searchsorted(entries, share * vocab_size, side="right")) - 1
 
-    def fewest(share):
+    def fewest_that_leave(share):
         return int((unknown > share + 1e-12).sum())
 
-    usual = min(max(most(CHEAP_ALPHABET), fewest(FEW_UNKNOWN)), most(LARGE_ALPHABET))
-    needed = fewest(MANY_UNKNOWN)
-    largest = min(needed, most(LARGEST_ALPHABET))
-    if needed <= usual:
+    usual = max(most_within(CHEAP_ALPHABET), fewest_that_leave(FEW_UNKNOWN))
+    usual = min(usual, most_within(LARGE_ALPHABET))
+    largest = most_within(LARGEST_ALPHABET)
+    wanted = fewest_that_leave(MANY_UNKNOWN)
+    accepted = fewest_that_leave(MOST_UNKNOWN)
+    if wanted <= usual:
         size = usual
-    elif needed <= largest:
-        size = largest
-    elif fewest(MOST_UNKNOWN) <= usual:
+    elif wanted <= largest:
+        size = wanted
+    elif accepted <= usual:
         size = usual
-    elif fewest(MOST_UNKNOWN) <= largest:
+    elif accepted <= largest:
         size = largest
     else:
-        size = needed
+        size = wanted
     size = min(size, limit or len(ranked))
     least = len(SPECIAL_TOKENS) + entries[size]
     if least > vocab_size:

@@ -78,10 +78,11 @@ def mask_tokens(
     fate = random_numbers(keys[rows], _FATES + columns)
     drawn = random_numbers(keys[rows], _TOKENS + columns) * (end_of_ordinary_ids - first_ordinary_id)
     random_tokens = first_ordinary_id + drawn.astype(int)
+    becomes_mask = fate < mask_replace_prob
     stays = fate >= mask_replace_prob + random_replace_prob
-    becomes_random = np.where(stays, tokens[rows, columns], random_tokens)
+    same_or_random = np.where(stays, tokens[rows, columns], random_tokens)
     masked = tokens.copy()
-    masked[rows, columns] = np.where(fate < mask_replace_prob, mask_token_id, becomes_random)
+    masked[rows, columns] = np.where(becomes_mask, mask_token_id, same_or_random)
     return masked, chosen
 
 
@@ -134,8 +135,13 @@ def _spans(words, count, rng):
     unchosen = words - count
     min_gap = min(1, unchosen // spans)  # without a gap two spans would merge into one
     spare = unchosen - min_gap * spans
-    # Stars and bars: the spare words are stars, and a bar stands between those of one gap and those of the next.
-    bars = np.sort(rng.permutation(spare + spans - 1)[: spans - 1]) - np.arange(spans - 1)
-    gaps = min_gap + np.diff(bars, prepend=0, append=spare)
+    # Stars and bars: the spare words are stars, and a bar stands between those of one gap and those of the next. Bars
+    # get random places in the line of stars and bars; without the bars before it, a bar's place is a number of stars.
+    bar_count = spans - 1
+    bar_places = np.sort(rng.permutation(spare + bar_count)[:bar_count])
+    stars_before = bar_places - np.arange(bar_count)
+    gaps = min_gap + np.diff(stars_before, prepend=0, append=spare)
     unchosen_before = np.cumsum(gaps) - gaps  # for each span
-    return (np.arange(count) + np.repeat(unchosen_before, lengths) + rng.integers(words)) % words
+    chosen = np.arange(count) + np.repeat(unchosen_before, lengths)
+    rotation = rng.integers(words)
+    return (chosen + rotation) % words

@@ -110,9 +110,9 @@ class EpochPairs:
         # An epoch has as many tokens as all sources together.
         shares = weights / weights.sum()
         self.passes = shares * self.tokens.sum() / np.maximum(self.tokens, 1)
-        least_stretches = WEIGHTED_STRETCHES if run.source_weights else 1
-        tokens_of_least = -(-self.tokens // least_stretches)  # rounded up
-        self.stretch_tokens = np.clip(tokens_of_least, 1, STRETCH_TOKENS)
+        fewest_stretches = WEIGHTED_STRETCHES if run.source_weights else 1
+        tokens_with_fewest = -(-self.tokens // fewest_stretches)  # tokens in each of so few stretches, rounded up
+        self.stretch_tokens = np.clip(tokens_with_fewest, 1, STRETCH_TOKENS)
         self.stretches = -(-self.tokens // self.stretch_tokens)
         # The window that was used last, as (epoch, window), and its pairs.
         self._open_window = None
@@ -140,6 +140,7 @@ class EpochPairs:
         sources, turns, places = self._visits_in_window(epoch, window)
         firsts = [np.zeros(0, dtype=np.int64)]
         ends = [np.zeros(0, dtype=np.int64)]
+        # One turn after the other, not in the order of the visits: the pairs of the window are shuffled later.
         for source, turn in sorted(set(zip(sources.tolist(), turns.tolist(), strict=True))):
             is_of_turn = (sources == source) & (turns == turn)
             seed = (self.run.seed, _VISITS, source, turn)
@@ -181,12 +182,15 @@ class EpochPairs:
         at 20 moves to the next sentence, which here begins at 22.
         """
         size = self.stretch_tokens[source]
-        tokens = self.borders[source] + stretches * size
-        sentences = np.searchsorted(self.corpus.sentence_starts, np.minimum(tokens, self.borders[source + 1]))
-        documents = np.searchsorted(self.corpus.document_starts, sentences)
-        first_of_next_document = self.corpus.document_starts[documents]
-        is_before_next_border = self.corpus.sentence_starts[first_of_next_document] < tokens + size
-        return np.where(is_before_next_border, first_of_next_document, sentences)
+        borders = self.borders[source] + stretches * size  # in tokens
+        next_borders = borders + size
+        borders = np.minimum(borders, self.borders[source + 1])  # the last stretch may be shorter
+        # The first sentence that begins at each border or behind it, and the first of the next document.
+        next_sentences = np.searchsorted(self.corpus.sentence_starts, borders)
+        next_documents = np.searchsorted(self.corpus.document_starts, next_sentences)
+        first_of_next_documents = self.corpus.document_starts[next_documents]
+        begins_before_next_border = self.corpus.sentence_starts[first_of_next_documents] < next_borders
+        return np.where(begins_before_next_border, first_of_next_documents, next_sentences)
 
     def _in_documents(self, firsts, ends):
         """Cut spans of sentences, some of them empty, at the borders of documents: the first of each, and its end."""

@@ -184,11 +184,12 @@ def _gather(lengths, bounds, capacity, short_seq_prob, rng):
     places = np.where(np.repeat(is_backward, counts), mirrored, numbers)
     found = _gather_from_start(lengths[places], starts, ends, capacity, short_seq_prob, rng)
     is_mirrored = is_backward[found["piece"]]
-    mirrored_borders = (starts + ends)[found["piece"]]
+    mirrored_pairs = found[is_mirrored]
+    sum_of_borders = (starts + ends)[mirrored_pairs["piece"]]  # of a border and its mirror image: 13 above
     pairs = found.copy()
-    pairs["a_first"] = np.where(is_mirrored, mirrored_borders - found["b_end"], found["a_first"])
-    pairs["b_first"] = np.where(is_mirrored, mirrored_borders - found["b_first"], found["b_first"])
-    pairs["b_end"] = np.where(is_mirrored, mirrored_borders - found["a_first"], found["b_end"])
+    pairs["a_first"][is_mirrored] = sum_of_borders - mirrored_pairs["b_end"]
+    pairs["b_first"][is_mirrored] = sum_of_borders - mirrored_pairs["b_first"]
+    pairs["b_end"][is_mirrored] = sum_of_borders - mirrored_pairs["a_first"]
     return pairs
 
 
@@ -217,9 +218,13 @@ def _gather_from_start(lengths, starts, ends, capacity, short_seq_prob, rng):
         short_target = 2 + (shorter * (capacity - 1)).astype(np.int64)
         target = np.where(is_short < short_seq_prob, short_target, capacity)
         tokens_before = tokens_up_to[first] - lengths[first]
+        # The sentence that reaches the target is the last one of the pair, ...
         last = np.searchsorted(tokens_up_to, tokens_before + target)
+        # ... which has two sentences at least, and none of the next piece.
         last = np.clip(last, first + 1, end - 1)
-        last[last == end - 2] += 1  # one sentence would be left over
+        # The only sentence that would be left over joins the pair.
+        leaves_one = last == end - 2
+        last[leaves_one] += 1
         pairs = np.zeros(len(piece), dtype=SENTENCES_OF_A_PAIR)
         pairs["piece"] = piece
         pairs["a_first"] = first
@@ -297,8 +302,9 @@ def _blocks_of_equal_length(a, b, capacity, rng):
         the lengths of A and B      3 + 4    9 + 4    5 + 5    2 + 6
         cut                         3 + 4    6 + 4    5 + 4    2 + 4
 
-    Bs that do not fit beside their own A have blocks of their own: a whole B beside an A that is cut would be the B of
-    another pair more often than not.
+    Bs that are cut to fit beside their own A have blocks of their own. In a block with whole Bs, the A of a cut B
+    would get a whole B only by an exchange. This A is mostly cut, too: so a whole B beside an A that is cut would be
+    the B of another pair more often than not, and tell the label.
 
     Returns:
         The segments A, and B, in the order of their blocks; and the number of each pair's block, ascending.
@@ -359,16 +365,15 @@ def _stands_twice(b, block, ids):
 
 def _half(counts, rng):
     """
-    How many pairs of each block exchange Bs, of these counts of candidates: half of them on average, and never one,
-    which has none to exchange with.
+    How many pairs of each block exchange Bs, of these counts of candidates: half of them on average, and never one.
 
         candidates   1   2        3        4   5        6   7
         exchange     0   0 or 2   0 or 2   2   2 or 3   3   3 or 4
     """
-    half = (counts + rng.integers(0, 2, len(counts))) // 2
+    half = (counts + rng.integers(0, 2, len(counts))) // 2  # an odd count is rounded up or down at random
     none_or_two = 2 * rng.integers(0, 2, len(counts))
     none_or_two[counts == 1] = 0
-    return np.where(half == 1, none_or_two, half)
+    return np.where(half == 1, none_or_two, half)  # one pair alone has none to exchange with
 
 
 def _circles(block, is_left_out, exchanged, rng):
@@ -388,11 +393,14 @@ def _circles(block, is_left_out, exchanged, rng):
     """
     count = len(block)
     firsts = _first_of_each(block)
-    shuffled = np.argsort(block + (is_left_out + rng.random(count)) / 2)
+    # The whole part of a number is the block; the fraction is random, below 1/2 for candidates and above for others.
+    sort_numbers = block + (is_left_out + rng.random(count)) / 2
+    shuffled = np.argsort(sort_numbers)
     place = np.arange(count) - firsts[block]  # in the shuffled block
-    following = np.roll(shuffled, -1)
-    following[place == exchanged[block] - 1] = shuffled[firsts[exchanged > 0]]
     is_in_circle = place < exchanged[block]
+    is_last_in_circle = place == exchanged[block] - 1
+    following = np.roll(shuffled, -1)  # the next pair in the shuffled order; ...
+    following[is_last_in_circle] = shuffled[firsts[exchanged > 0]]  # ... after the last of a circle, its first
     gets_b_of = np.arange(count)
     gets_b_of[shuffled[is_in_circle]] = following[is_in_circle]
     return gets_b_of

@@ -129,7 +129,7 @@ class TrainingSteps:
         Raises:
             ValueError: no run can have come there in `done` steps.
         """
-        pairs_taken = 0  # with the length of the last stage that has begun
+        pairs_taken = 0  # since `START`, or more: a stage with a new length begins there anew
         most_tokens = 0
         for stage in self.stages:
             if stage.first_step >= done:
@@ -176,7 +176,8 @@ class TrainingSteps:
             counts = counts._replace(padded_tokens=counts.tokens)  # no padding is computed
         elif self.on_gpu:
             for batch in micro_batches:
-                if "sequence_ids" in batch or bool(batch["attention_mask"].all()):
+                is_packed = "sequence_ids" in batch  # sequence ids mask padding, too
+                if is_packed or bool(batch["attention_mask"].all()):
                     del batch["attention_mask"]
         return Step(micro_batches, counts, drawn.cursor, words_in(make_batch.tokens, drawn.pairs))
 
@@ -198,10 +199,15 @@ def _pairs_of_length(run, text, length):
     """The `EpochPairs` of a sequence length, one of which has a token to predict, and the `BatchMaker` for them."""
     pairs = EpochPairs(text.train, run, length, text.corpus_name)
     make_batch = BatchMaker(text.train, text.tokenizer, run, length)
-    _, cursor = pairs.take(START, 1)
+    _check_has_target(pairs, make_batch)
+    return pairs, make_batch
+
+
+def _check_has_target(pairs, make_batch):
+    """Raise `UserError` if no pair can be made, or the first windows with pairs have no token to predict."""
+    _, cursor = pairs.take(START, 1)  # it stands in the first epoch that has a pair
     windows = itertools.islice(pairs.parts(cursor.epoch), MOST_EMPTY_WINDOWS)
     first_with_target(make_batch, windows, pairs.name)
-    return pairs, make_batch
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -237,10 +243,10 @@ def steps_ahead(
                 return
             if isinstance(item, Step):
                 yield item
-            if isinstance(item, BaseException) and not ahead.exit_codes():
-                raise item
-            # After an error, too: PyTorch's own, of a worker that was killed, says less than this one.
+            # Before the thread's error is raised: PyTorch's, of a worker that was killed, says less than this one.
             ahead.check_workers()
+            if isinstance(item, BaseException):
+                raise item
     finally:
         ahead.close()
         if handler:
@@ -278,20 +284,18 @@ class _StepsAhead:
         except queue.Empty:
             return NOTHING_YET
 
-    def exit_codes(self) -> list[int]:
-        """Those of the workers that have ended otherwise than by themselves: negative after a signal."""
-        return [worker.exitcode for worker in self._workers if worker.exitcode]
-
     def check_workers(self) -> None:
         """
         Raise `UserError` if a worker has ended early.
 
         A worker that was killed while it sent a step leaves the thread waiting for the rest of the step.
         """
-        for code in self.exit_codes():
+        for worker in self._workers:
+            if not worker.exitcode:  # None while it runs, 0 if it has ended by itself
+                continue
             how = "it was killed, perhaps because memory ran out"
-            if code > 0:
-                how = f"exit code {code}; read what it has said above"
+            if worker.exitcode > 0:  # negative after a signal
+                how = f"exit code {worker.exitcode}; read what it has said above"
             raise UserError(
                 f"a process that makes batches has ended: {how}; --dataloader_num_workers 0 uses no such process; "
                 f"{GO_ON}"
@@ -323,10 +327,13 @@ class _StepsAhead:
         """
         The steps: the thread draws the pairs of each step, and makes it or sends the pairs to a worker.
 
+        The workers of a `DataLoader` call `dataset[item]` for each item of its sampler. Here the items are what `draw`
+        yields, and `dataset[item]` makes the step.
+
         Steps come back as NumPy arrays: PyTorch would send each tensor through shared memory with a file descriptor of
         its own, which took twice as long as making the batch.
         """
-        others = active_children()
+        other_processes = active_children()
         loader = DataLoader(
             _MadeOnDemand(self._steps),
             batch_size=None,
@@ -339,7 +346,8 @@ class _StepsAhead:
             generator=torch.Generator(),
         )
         made = iter(loader)
-        self._workers += [process for process in active_children() if process not in others]
+        # `DataLoader` has no public list of the workers that it has started.
+        self._workers += [process for process in active_children() if process not in other_processes]
         for step in made:
             micro_batches = [on_each(torch.from_numpy, batch) for batch in step.micro_batches]
             if self._steps.on_gpu:  # a GPU reads pinned memory while it computes
@@ -348,7 +356,7 @@ class _StepsAhead:
 
 
 class _MadeOnDemand(Dataset):
-    """The steps for a `DataLoader`, which asks for each by what `TrainingSteps.draw` yields, in its workers."""
+    """A dataset whose items are steps: `self[drawn]` makes the step of what `TrainingSteps.draw` has yielded."""
 
     def __init__(self, steps):
         self.steps = steps

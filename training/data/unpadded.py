@@ -24,14 +24,20 @@ def without_padding(batch: dict[str, torch.Tensor], max_length: int) -> dict:
         The model's arguments for the one row (1, T'), and the keyword arguments of `varlen_attention`.
     """
     ids = batch["input_ids"]
-    # The number, in its row, of each token's sequence, counted from 1; 0 for padding.
-    sequence = batch.get("sequence_ids", batch.get("attention_mask", torch.ones_like(ids)))
+    # The number, in its row, of each token's sequence, counted from 1; 0 for padding. A row that is not packed is one.
+    if "sequence_ids" in batch:
+        sequence = batch["sequence_ids"]
+    elif "attention_mask" in batch:
+        sequence = batch["attention_mask"]
+    else:
+        sequence = torch.ones_like(ids)
     is_real = sequence != 0
     column = torch.arange(ids.shape[1]).expand_as(ids)
     place_in_sequence = batch.get("position_ids", column)[is_real]
     starts = (place_in_sequence == 0).nonzero().squeeze(1)  # (S,), the place of each sequence's [CLS] in the one row
     is_slot = batch["labels"] != -100
-    is_slot[0, 0] |= not is_slot.any()  # attention fails without a query
+    if not is_slot.any():
+        is_slot[0, 0] = True  # attention fails without a query
     place_in_row = is_real.flatten().cumsum(0).view_as(ids) - 1  # of each token in the one row
     masked_positions = place_in_row.gather(1, batch["masked_positions"])[is_slot]
     row = {
@@ -69,8 +75,9 @@ def _arguments_of_attention(starts, tokens, read_by_heads, max_length):
         tokens: their number in all.
         read_by_heads: the places of the tokens that a head reads (Q,).
     """
-    number = torch.bucketize(read_by_heads, starts, right=True)  # of the sequence, counted from 1
-    reads_in_sequence = number.bincount(minlength=len(starts) + 1)  # 0 at first, for a sequence 0 that is none
+    sequence = torch.bucketize(read_by_heads, starts, right=True)  # of each token, counted from 1
+    # No sequence has the number 0, so that entry 0 is 0: the sums begin with 0, as `cu_seq_lens_q` has to.
+    reads_in_sequence = sequence.bincount(minlength=len(starts) + 1)  # (S + 1,)
     order = read_by_heads.argsort()
     return {
         "cu_seq_lens_k": F.pad(starts, (0, 1), value=tokens).int(),  # (S + 1,)
@@ -112,9 +119,10 @@ def varlen_attention(
     """
     if kwargs.get("dropout"):
         raise ValueError("attention without padding has no dropout; set attention_probs_dropout_prob to 0")
-    # The last block computes the tokens that heads read alone. They are fewer than all tokens: no head reads a [SEP].
-    is_of_all = query.shape[2] == key.shape[2]
-    if is_of_all:
+    # The last block of the model computes queries for the tokens that a head reads, the others for all tokens. It is
+    # recognized by its fewer queries: no head reads a [SEP], so that they are always fewer.
+    has_all_queries = query.shape[2] == key.shape[2]
+    if has_all_queries:
         query_ends = cu_seq_lens_k
     else:
         query_ends = cu_seq_lens_q
@@ -126,7 +134,7 @@ def varlen_attention(
         key_sequence = _sequence_of_each(key, cu_seq_lens_k)
         is_same = query_sequence[:, None] == key_sequence  # (Q, T)
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=is_same).transpose(1, 2)
-    return output if is_of_all else output[:, query_places], None
+    return output if has_all_queries else output[:, query_places], None
 
 
 def _nvidia_kernel(query, key, value, query_ends, key_ends, max_length):
