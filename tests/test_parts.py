@@ -1,5 +1,6 @@
 """Prepared folders and their parts, which are one corpus or are refused; validation texts; copies in two texts."""
 
+import dataclasses
 import itertools
 import shutil
 
@@ -75,7 +76,7 @@ def test_parts_are_joined_in_their_order_with_their_languages_and_datasets(texts
     folders = []
     for name, text in (("de", texts[0]), ("en", texts[1])):
         part = prepare(TextConfig(corpus=[str(text)], language=name), load_tokenizer(parts[0]))
-        part.hub_datasets = [name, "both"]
+        part = dataclasses.replace(part, hub_datasets=[name, "both"])
         folders.append(str(tmp_path / name))
         (tmp_path / name).mkdir()
         write_prepared_folder(part, tmp_path / name)
