@@ -247,7 +247,8 @@ def check_onnx(folder: Path) -> None:
         with explained(f"{file}: cannot be checked", f"{again}; pip install 'd2l-bert[onnx]'", Exception):
             model, *_ = export.read_for_task(str(folder), metrics["export"]["task"])
             difference = conversion.largest_difference(model, export.OnnxModel(file, model.config))
-            # What int8 changes was measured at the export; another processor may round otherwise: twice that passes.
+            # The error of int8 was measured at the export. Twice that is allowed, as another processor may round
+            # differently.
             bound = 1e-3 if name == export.FLOAT else 2 * metrics["export"]["files"][name]["difference"]
         if not difference <= bound:  # true for NaN, too
             raise UserError(f"{file}: its outputs differ from the model's by {difference:.1e}; {again}")

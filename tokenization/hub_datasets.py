@@ -83,7 +83,7 @@ def dataset_folder(rows, column: str) -> str:
     ):
         rows = rows.select_columns([column])
         path = cache_folder() / f"dataset-{rows_hash(rows)}"
-        # As a dataset of no split: which one it is of is said by whoever hands it over.
+        # Concatenated, rows lose the name of their split: the saved copy is the same whichever split they are from.
         write = datasets.concatenate_datasets([rows]).save_to_disk
     write_once(path, write)
     return str(path)

@@ -52,7 +52,7 @@ LARGEST_ALPHABET = 3 / 4  # where fewer characters would leave more than `MANY_U
 # Shares of the text in words with a character outside of the alphabet, which become [UNK].
 FEW_UNKNOWN = 0.001
 MANY_UNKNOWN = 0.008  # held-out text, which has characters of its own, then stays below 1 %
-MOST_UNKNOWN = 0.05  # accepted where the largest alphabet, too, leaves more than `MANY_UNKNOWN`
+MOST_UNKNOWN = 0.05  # still accepted where even the largest alphabet leaves more than `MANY_UNKNOWN`
 
 
 # Words in a text for the trainer: in longer ones it becomes slow.
@@ -158,9 +158,9 @@ def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -
     where these are more, but no more than fit into `LARGE_ALPHABET`. The first case that holds decides:
 
         the usual alphabet leaves at most `MANY_UNKNOWN`            it is taken
-        a larger one does, within `LARGEST_ALPHABET`                the smallest such
+        a larger one within `LARGEST_ALPHABET` leaves that          the smallest such
         the usual alphabet leaves at most `MOST_UNKNOWN`            it is taken
-        a larger one does, within `LARGEST_ALPHABET`                as many characters as fit into `LARGEST_ALPHABET`
+        one of `LARGEST_ALPHABET` leaves at most `MOST_UNKNOWN`     that one
         else                                                        the fewest that leave `MANY_UNKNOWN`
 
     A character needs a second entry if it goes on a word.
@@ -190,7 +190,7 @@ def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -
         return int(np.searchsorted(entries, share * vocab_size, side="right")) - 1
 
     def fewest_that_leave(share):
-        return int((unknown > share + 1e-12).sum())
+        return int((unknown > share + 1e-12).sum())  # 1e-12: a share that differs by rounding alone is within
 
     usual = max(most_within(CHEAP_ALPHABET), fewest_that_leave(FEW_UNKNOWN))
     usual = min(usual, most_within(LARGE_ALPHABET))

@@ -116,11 +116,11 @@ class Learner:
         accelerator = self.accelerator
         model = self.wrapped_model
         device = accelerator.device
-        counts = Counts(*accelerator.reduce(counts.to_tensor(device), "sum"))
+        total_counts = Counts(*accelerator.reduce(counts.to_tensor(device), "sum"))
         # A step of nothing but `[UNK]` has no token to predict, and one without a pair has no label: a loss of 0 / 1.
-        divisors = {"num_items_in_batch": counts.masked_tokens.clamp(min=1)}
+        divisors = {"num_items_in_batch": total_counts.masked_tokens.clamp(min=1)}
         if "next_sentence_label" in micro_batches[0]:
-            divisors["num_pairs_in_batch"] = counts.examples.clamp(min=1)
+            divisors["num_pairs_in_batch"] = total_counts.examples.clamp(min=1)
         losses = torch.zeros(2, device=device)
         for number, batch in enumerate(micro_batches, 1):
             batch = on_each(lambda tensor: tensor.to(device, non_blocking=True), batch)
@@ -134,7 +134,7 @@ class Learner:
                     outputs = model(**batch, **divisors, skip_logits=not accelerator.is_fsdp2)
                 # DDP and FSDP2 average gradients over the processes; the factor turns the average into the sum.
                 accelerator.backward(outputs.loss * accelerator.num_processes)
-            # A model without a second head has one loss. Where it has one, `nsp_loss` is that of SOP, too.
+            # A model with the MLM head alone has only `loss`. With a second head, `nsp_loss` is that of NSP or SOP.
             mlm_loss = outputs.get("mlm_loss", outputs.loss)
             pair_loss = outputs.get("nsp_loss", torch.zeros_like(outputs.loss))
             losses += torch.stack([mlm_loss, pair_loss]).detach()
@@ -142,7 +142,7 @@ class Learner:
         # Reduced over all processes, so that every process skips the same steps.
         mlm_loss, pair_loss = accelerator.reduce(losses, "sum")
         # In the order of `StepStats`. All at once, as each number that is read from a GPU makes the CPU wait for it.
-        figures = torch.stack([mlm_loss, pair_loss, norm.to(device), *counts]).tolist()
+        figures = torch.stack([mlm_loss, pair_loss, norm.to(device), *total_counts]).tolist()
         stats = StepStats(*figures, skipped=0.0)
         is_loss_finite = math.isfinite(stats.mlm_loss) and math.isfinite(stats.pair_loss)
         is_gradient_finite = math.isfinite(stats.grad_norm)
@@ -195,13 +195,13 @@ class Learner:
             self.model.set_attn_implementation("sdpa")
         weights = self.average.in_place() if self.average else contextlib.nullcontext()
         with self.accelerator.autocast(), weights:
-            counts = held_out_counts(self.wrapped_model, batches, self.accelerator.device)
+            sums = held_out_counts(self.wrapped_model, batches, self.accelerator.device)
             shards.reshard(self.wrapped_model)
         if self.run.attn_implementation == VARLEN:
             self.model.set_attn_implementation(VARLEN)
-        counts = self.accelerator.reduce(counts, "sum")
-        is_measured = counts[SUMS.index("masked_tokens")] > 0
-        return held_out_metrics(counts, PAIR_TASKS.get(self.run.objective)) if is_measured else None
+        sums = self.accelerator.reduce(sums, "sum")
+        is_measured = sums[SUMS.index("masked_tokens")] > 0
+        return held_out_metrics(sums, PAIR_TASKS.get(self.run.objective)) if is_measured else None
 
     # -----------------------------------------------------------------------------------------------------------------
     # Save and load

@@ -160,7 +160,7 @@ def train(
     with together():
         held_out = HeldOutPairs(text.held_out, text.tokenizer, run, run.most_tokens(), text.held_out_name(), ranks)
         held_out.first_with_target()  # a text without a pair is refused before the first step
-        beside = held_out.one_segment_accuracy()
+        one_segment_figures = held_out.one_segment_accuracy()
         identity = run_folder.make_identity(run, architecture, text)
     on_main(run_folder.check_same_identity, gather_object([identity]))
     model = build_model(run, architecture, text, accelerator, resumed is None)
@@ -183,19 +183,19 @@ def train(
         record = run_folder.make_record(run, architecture, text, accelerator)
         on_main(run_folder.start_folder, folder, record, progress.step)
         marks = checkpoint.word_marks(run.save_words)
-        words = checkpoint.WordSaver(learner, folder, record, text.tokenizer, marks, progress)
-        on_main(words.delete_later_ones)
+        word_saver = checkpoint.WordSaver(learner, folder, record, text.tokenizer, marks, progress)
+        on_main(word_saver.delete_later_ones)
         on_main(start_trackers, accelerator, folder, record, progress.step)
         log = RunLog(accelerator, folder, run, architecture, progress)
         checkpoints = CheckpointSaver(learner, folder, text.tokenizer, run, identity, progress, resumed)
         stop = StopSignals(accelerator)
-        loop = Loop(run, learner, held_out, beside, progress, log, words, checkpoints, stop)
+        loop = Loop(run, learner, held_out, one_segment_figures, progress, log, word_saver, checkpoints, stop)
         # Within the block a signal ends the run after its step; before and after it, the process at once.
         with stop, contextlib.closing(log.bar), contextlib.closing(loop.batches(steps)) as batches:
             loop.train(batches)
             if stop.should_stop():
                 loop.end_early()
-    words.report_missing()
+    word_saver.report_missing()
     model = learner.full_model(averaged=True)
     metrics = {
         **log.evaluation_of_this_step(),
@@ -221,10 +221,10 @@ class Loop:
     run: PretrainConfig
     learner: Learner
     held_out: HeldOutPairs
-    beside: dict[str, float]  # figures to read those of an evaluation beside, of one segment alone
+    one_segment_figures: dict[str, float]  # stand beside the figures of each evaluation
     progress: Progress
     log: RunLog
-    words: WordSaver
+    word_saver: WordSaver
     checkpoints: CheckpointSaver
     stop: StopSignals
 
@@ -264,7 +264,7 @@ class Loop:
                 # After a skipped step the weights may be bad, and each new checkpoint deletes an old one. The last
                 # step is saved all the same: the run publishes its weights.
                 if not progress.skipped_in_a_row:
-                    self.words.save_due()
+                    self.word_saver.save_due()
                 if "save" in due and (not progress.skipped_in_a_row or number == self.run.max_steps):
                     self.checkpoints.save()
 
@@ -272,9 +272,11 @@ class Loop:
         """Whether the model is evaluated before the first step that this process takes."""
         if self.log.evaluation_of_this_step():
             return False
-        if self.progress.step:  # a signal has kept the run before from the evaluation that was due
+        if self.progress.step:
+            # An evaluation is due after this step, but a signal has stopped the run before it.
             return "evaluate" in schedule.due_after(self.run, self.progress.step)
-        return self.run.init_from is not None or self.run.attention_init == "bigrams"  # it knows something already
+        # A saved model, or the bigrams of the text: the weights know something already.
+        return self.run.init_from is not None or self.run.attention_init == "bigrams"
 
     def evaluate(self) -> None:
         """Evaluate on the held-out pairs, and log the figures; nothing if a signal comes."""
@@ -282,7 +284,7 @@ class Loop:
         batches = itertools.takewhile(lambda _: not self.stop.should_stop(), self.held_out)
         metrics = self.learner.evaluate(batches)
         if metrics and not self.stop.should_stop():
-            self.log.record({"step": self.progress.step, **metrics, **self.beside})
+            self.log.record({"step": self.progress.step, **metrics, **self.one_segment_figures})
 
     def end_early(self) -> None:
         """
@@ -342,7 +344,7 @@ def with_max_steps(
         max_steps = schedule.find_max_steps(run, text, learner, held_out, ranks)
     else:
         max_steps = resumed.state["max_steps"]
-        # `check_identity` has compared the options, `max_steps` among them: here somebody has changed the checkpoint.
+        # `check_identity` has found the option `max_steps` unchanged, so a difference here is an edited checkpoint.
         if run.max_steps not in (None, max_steps):
             raise UserError(f"{resumed.path}: is of a run of {max_steps:,} steps; give --max_steps that")
     return dataclasses.replace(run, max_steps=max_steps, num_train_epochs=None, max_minutes=None)

@@ -166,5 +166,5 @@ def draw_head(model: transformers.PreTrainedModel) -> None:
     for path, module in model.named_modules():
         if path and path.partition(".")[0] != model.base_model_prefix:
             for parameter in module.parameters(recurse=False):
-                parameter._is_hf_initialized = False  # Transformers leaves weights with this mark as they are
+                parameter._is_hf_initialized = False  # if true, `_init_weights` would skip it
             model._init_weights(module)

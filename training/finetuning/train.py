@@ -1,4 +1,4 @@
-"""`finetune`: trains one model for each rate and seed, and leaves the best one with its figures."""
+"""`finetune`: trains a model for each rate, then for each seed with the best rate; keeps the best model."""
 
 import contextlib
 import logging
