@@ -15,7 +15,7 @@ from transformers import AutoModelForMaskedLM, AutoProcessor, AutoTokenizer
 
 from d2l_bert.__main__ import main
 from d2l_bert.model_cards.blimp import PHENOMENON_OF
-from d2l_bert.tokenization.wordpiece import plain_backend, text_backend
+from d2l_bert.tokenization.wordpiece import literal_json, literal_tokenizer
 from d2l_bert.training.devices import make_accelerator
 from d2l_bert.training.evaluation.config import EvaluateConfig
 from d2l_bert.training.evaluation.masked_models import MaskedModel
@@ -67,7 +67,7 @@ def test_scores_and_decisions_are_those_of_a_plain_loop(models, pairs, name, sco
 def test_an_added_marker_is_a_token_of_a_scored_sentence_as_in_use_and_a_mask_in_the_text_is_text(models):
     tokenizer = AutoTokenizer.from_pretrained(models["bert"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["[E1]"]})
-    model = types.SimpleNamespace(tokenizer=tokenizer, backend=plain_backend(text_backend(tokenizer)))
+    model = types.SimpleNamespace(tokenizer=tokenizer, backend=literal_tokenizer(literal_json(tokenizer)))
     encoded = encode(model, ["Anna [E1] was.", "Anna [MASK] was."])
     assert encoded.ids[0].tolist() == tokenizer("Anna [E1] was.")["input_ids"]
     assert tokenizer.mask_token_id not in encoded.ids[1]

@@ -21,9 +21,9 @@ from d2l_bert.tokenization.wordpiece import (
     SPECIAL_TOKENS,
     extend_wordpiece,
     general_tokenizer,
+    literal_json,
     save_tokenizer,
     stock_tokenizer,
-    text_backend,
     tokenizer_fingerprint,
 )
 from d2l_bert.training.config import PretrainConfig
@@ -265,7 +265,7 @@ def marked(request, tmp_path):
 
 
 def test_added_tokens_are_tokens_in_training_as_in_use_and_never_replace_another(marked):
-    encode = SentenceEncoder(text_backend(marked))
+    encode = SentenceEncoder(literal_json(marked))
     for text in ("a [E1] b[/E1] c", "<w>d two words [E1]", "no more"):
         assert encode([text])[0].tolist() == marked(text, add_special_tokens=False)["input_ids"]
     assert marked.mask_token_id not in encode(["a [MASK] b"])[0]
@@ -277,13 +277,13 @@ def test_added_tokens_are_tokens_in_training_as_in_use_and_never_replace_another
 
 def test_a_tokenizer_that_replaces_across_words_is_encoded_in_training_as_in_use():
     tokenizer = general_tokenizer(backend(normalizers.Sequence([normalizers.Replace("a b", "c"), cased()])))
-    ids = SentenceEncoder(text_backend(tokenizer))(["x a b x"])[0].tolist()
+    ids = SentenceEncoder(literal_json(tokenizer))(["x a b x"])[0].tolist()
     assert tokenizer.convert_ids_to_tokens(ids) == tokenizer.tokenize("x a b x") == ["x", "c", "x"]
 
 
 def test_a_tokenizer_with_a_sequence_of_no_steps_is_encoded_in_training_as_in_use():
     tokenizer = general_tokenizer(backend(normalizers.Sequence([])))
-    ids = SentenceEncoder(text_backend(tokenizer))(["x a b x"])[0].tolist()
+    ids = SentenceEncoder(literal_json(tokenizer))(["x a b x"])[0].tolist()
     assert ids == tokenizer("x a b x", add_special_tokens=False)["input_ids"]
 
 

@@ -74,7 +74,8 @@ def measured(name: str, folder: Path) -> dict[str, str]:
     write, language = TEXTS[name]
     write(folder / name)
     text = TextStore(prepare_text([file_source(folder / name)], language, folder / "cache"))
-    tables = {key: getattr(text, key).tolist() for key in ("documents", "sources", "characters", "hashes")}
+    tables = {key: getattr(text, key).tolist() for key in ("sources", "characters", "hashes")}
+    tables["documents"] = text.document_of_block.tolist()
     tables |= {"source_count": text.source_count, "reading": text.reading}
     # Every sentence but those of two documents, in the order of the text.
     vocabulary = train_wordpiece(text.part(~np.isin(np.arange(len(text)), (1, 3))), vocab_size=300)

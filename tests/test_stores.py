@@ -160,11 +160,11 @@ def test_tokenizing_word_by_word_equals_tokenizing_the_sentence(sentences, rules
     given = (*sentences, "Abc, b\u0301 [MASK] caab.", "你a你 \u0301b\x07c", "a\u200bb a\u200cb" + "ab0" * 50)
     sentences = [" ".join(text.split()) for text in given]
     encode = SentenceEncoder(tokenizer.backend_tokenizer.to_str())
-    assert encode.by_word
-    encode.by_word = False
+    assert encode.encodes_words
+    encode.encodes_words = False
     ids, lengths, words = whole = encode(sentences)
     assert words.tolist() == [len(sentence.split()) for sentence in sentences] and len(ids) == lengths.sum()
-    encode.by_word, encode.known = True, {}
+    encode.encodes_words, encode.known_ids = True, {}
     for _ in range(2):  # in the first round the words are new, in the second they are cached
         for found, expected in zip(encode(sentences), whole, strict=True):
             assert found.tolist() == expected.tolist()

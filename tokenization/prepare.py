@@ -216,7 +216,7 @@ def _evaluation_text(part, how, name):
 def _validation_text(sources, language, train, how):
     """The `EvaluationText` of validation sources, with the number of documents that are also in the training text."""
     text = read_sources(sources, language)
-    documents, in_both = text.store.documents_in(train.hashes)
+    documents, in_both = text.store.count_documents_also_in(train.hashes)
     evaluation = _evaluation_text(text.store.part(), how, f"validation text {text.name}")
     if in_both:
         logger.warning(
@@ -339,7 +339,7 @@ def fit_tokenizer(run: TextConfig, existing: PreTrainedTokenizerBase | None, sam
         coverage = coverage_of(words, existing)
         return {"account": coverage, "contents": contents}
 
-    found = _cached_content(sample, wordpiece.text_backend(existing), look_at_sample, _read_found)
+    found = _cached_content(sample, wordpiece.literal_json(existing), look_at_sample, _read_found)
     return FittedTokenizer(existing, coverage=found["account"], contents=found["contents"])
 
 

@@ -44,12 +44,12 @@ CONTINUATION = "##"
 VOCABULARY_FILE = "vocab.txt"
 
 
-# The most entries of the vocabulary that an alphabet takes (`choose_alphabet`), as shares of all entries.
-CHEAP_ALPHABET = 1 / 4  # however rare its characters are
-LARGE_ALPHABET = 1 / 2  # where fewer characters would leave more than `FEW_UNKNOWN`
-LARGEST_ALPHABET = 3 / 4  # where fewer characters would leave more than `MANY_UNKNOWN`
+# The thresholds of `choose_alphabet`. The first three are shares of the vocabulary's entries, which an alphabet takes.
+CHEAP_ALPHABET = 1 / 4  # taken in any case, however rare its characters are
+LARGE_ALPHABET = 1 / 2  # taken where fewer characters would leave more than `FEW_UNKNOWN`
+LARGEST_ALPHABET = 3 / 4  # taken where fewer characters would leave more than `MANY_UNKNOWN`
 
-# Shares of the text in words with a character outside of the alphabet, which become [UNK].
+# These are shares of the text, which an alphabet leaves in [UNK]: in words with a character outside of the alphabet.
 FEW_UNKNOWN = 0.001
 MANY_UNKNOWN = 0.008  # held-out text, which has characters of its own, then stays below 1 %
 MOST_UNKNOWN = 0.05  # still accepted where even the largest alphabet leaves more than `MANY_UNKNOWN`
@@ -113,8 +113,8 @@ def train_on_words(
     alphabet = choose_alphabet(words, vocab_size, limit_alphabet)
     # A word with another character will be [UNK]: what it is made of teaches nothing.
     words = {word: count for word, count in words.items() if alphabet.issuperset(word)}
-    # WordPiece finds any word in pieces if the vocabulary has each character, and has it as a continuation if it goes
-    # on a word.
+    # WordPiece can divide every word if the vocabulary has each character, and ##character for each that stands behind
+    # the first of a word.
     continuations = sorted(CONTINUATION + character for character in _characters_inside(words))
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
@@ -132,7 +132,8 @@ def train_on_words(
     # One thread: handing words to several costs more than counting them.
     with patch_environment(TOKENIZERS_PARALLELISM="false"):
         trained.train_from_iterator(_repeated(words), trainer)
-    # The trainer puts the continuations before the characters; here they stand behind. Merged pieces keep their order.
+    # The trainer has the continuations before the characters; our vocabulary has them behind. The pieces that the
+    # trainer has merged follow in its order.
     characters = [*SPECIAL_TOKENS, *sorted(alphabet), *continuations]
     merged = pieces(trained)[len(characters) :]
     return make_tokenizer([*characters, *merged], rules, model_max_length)
@@ -141,12 +142,12 @@ def train_on_words(
 def _repeated(words):
     """Texts with each word as often as it occurs: the trainer takes texts, not counts."""
     for word, count in words.items():
-        for first in range(0, count, REPEATED_AT_ONCE):
-            yield f"{word} " * min(count - first, REPEATED_AT_ONCE)
+        for done in range(0, count, REPEATED_AT_ONCE):
+            yield f"{word} " * min(count - done, REPEATED_AT_ONCE)
 
 
 def _characters_inside(words):
-    """The characters that go on a word."""
+    """The characters that stand in a word behind its first."""
     return set().union(*(word[1:] for word in words))
 
 
@@ -154,16 +155,22 @@ def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -
     """
     The characters that the vocabulary spells all words with: the most frequent ones.
 
-    The usual alphabet has as many characters as fit into `CHEAP_ALPHABET`; or the fewest that leave `FEW_UNKNOWN`,
-    where these are more, but no more than fit into `LARGE_ALPHABET`. The first case that holds decides:
+    A character takes one entry of the vocabulary, and a second one, with ##, if it stands in a word behind the first.
+    How many characters, is a choice between these numbers:
 
-        the usual alphabet leaves at most `MANY_UNKNOWN`            it is taken
-        a larger one within `LARGEST_ALPHABET` leaves that          the smallest such
-        the usual alphabet leaves at most `MOST_UNKNOWN`            it is taken
-        one of `LARGEST_ALPHABET` leaves at most `MOST_UNKNOWN`     that one
-        else                                                        the fewest that leave `MANY_UNKNOWN`
+        usual       as many as `CHEAP_ALPHABET` has entries for; if the fewest that leave at most `FEW_UNKNOWN` are
+                    more, these; but never more than `LARGE_ALPHABET` has entries for
+        largest     as many as `LARGEST_ALPHABET` has entries for
+        wanted      the fewest that leave at most `MANY_UNKNOWN`
+        accepted    the fewest that leave at most `MOST_UNKNOWN`
 
-    A character needs a second entry if it goes on a word.
+    The first case that holds decides:
+
+        wanted <= usual         usual
+        wanted <= largest       wanted
+        accepted <= usual       usual: a larger one would take entries, and still leave more than `MANY_UNKNOWN`
+        accepted <= largest     largest
+        else                    wanted, although it is more than the largest
 
     Args:
         words: how often each word occurs.
@@ -178,23 +185,24 @@ def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -
         raise UserError("no text to train a tokenizer on: the texts hold no character that BERT keeps")
     ranked = sorted(counts, key=lambda character: (-counts[character], character))
     rank = {character: number for number, character in enumerate(ranked, 1)}
-    # Number n of `entries` and `unknown` is of the n most frequent characters: the entries that they need, and the
-    # share of the text in words with others.
+    # entries[n] and unknown[n] are of the n most frequent characters: the entries that they take, and the share of the
+    # text that they leave in [UNK].
     entries = np.cumsum([0, *(1 + (character in inside) for character in ranked)])
     rarest = [max(map(rank.get, word)) for word in words]  # the rank of each word's rarest character
     sizes = [count * len(word) for word, count in words.items()]
     sizes_by_rarest = np.bincount(rarest, sizes, len(ranked) + 1)
     unknown = 1 - np.cumsum(sizes_by_rarest) / sizes_by_rarest.sum()
 
-    def most_within(share):
-        return int(np.searchsorted(entries, share * vocab_size, side="right")) - 1
+    def most_in(share_of_entries):
+        return int(np.searchsorted(entries, share_of_entries * vocab_size, side="right")) - 1
 
-    def fewest_that_leave(share):
-        return int((unknown > share + 1e-12).sum())  # 1e-12: a share that differs by rounding alone is within
+    def fewest_that_leave(share_of_text):
+        # Rounding must not decide: 1 - 992/1000 is 0.008 + 7e-18, which is not more than 0.008.
+        return int((unknown > share_of_text + 1e-12).sum())
 
-    usual = max(most_within(CHEAP_ALPHABET), fewest_that_leave(FEW_UNKNOWN))
-    usual = min(usual, most_within(LARGE_ALPHABET))
-    largest = most_within(LARGEST_ALPHABET)
+    usual = max(most_in(CHEAP_ALPHABET), fewest_that_leave(FEW_UNKNOWN))
+    usual = min(usual, most_in(LARGE_ALPHABET))
+    largest = most_in(LARGEST_ALPHABET)
     wanted = fewest_that_leave(MANY_UNKNOWN)
     accepted = fewest_that_leave(MOST_UNKNOWN)
     if wanted <= usual:
@@ -208,11 +216,11 @@ def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -
     else:
         size = wanted
     size = min(size, limit or len(ranked))
-    least = len(SPECIAL_TOKENS) + entries[size]
-    if least > vocab_size:
+    needed = len(SPECIAL_TOKENS) + entries[size]
+    if needed > vocab_size:
         raise UserError(
             f"vocab_size {vocab_size} is below the alphabet: the special tokens and the {size:,} characters that this "
-            f"text is written in need {least} entries; raise vocab_size, or give a lower limit_alphabet"
+            f"text is written in need {needed} entries; raise vocab_size, or give a lower limit_alphabet"
         )
     return set(ranked[:size])
 
@@ -489,22 +497,28 @@ def _without_options(backend):
     return rules
 
 
-def text_backend(tokenizer) -> str:
+def literal_json(tokenizer: PreTrainedTokenizerBase) -> str:
     """
-    The JSON of a tokenizer for `plain_backend`: only the tokens with a role, such as [MASK], are special.
+    The JSON of the tokenizer that `literal_tokenizer` makes: a string, which the cache and other processes can take.
 
-    A special token is text there. Others, such as [E1] of `add_special_tokens`, stay tokens, as in use.
+    In it only tokens with a role, such as [MASK], are special, as special tokens are read as text. Others, such as
+    [E1] of `add_special_tokens`, stay tokens, as in use.
     """
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
-    roles = set(map(str, tokenizer.special_tokens_map.values()))
+    with_role = set(map(str, tokenizer.special_tokens_map.values()))
     for token in parts["added_tokens"]:
-        token["special"] = token["special"] and token["content"] in roles
+        token["special"] = token["special"] and token["content"] in with_role
     return json.dumps(parts)
 
 
-def plain_backend(backend: str) -> Tokenizer:
-    """The tokenizer of `text_backend`. Texts are taken whole and literally: a "[MASK]" in a text is text, no mask."""
-    tokenizer = Tokenizer.from_str(backend)
+def literal_tokenizer(json_of_it: str) -> Tokenizer:
+    """
+    A tokenizer that takes texts whole and literally: a "[MASK]" in a text is the text "[MASK]", no mask.
+
+    Args:
+        json_of_it: of `literal_json`.
+    """
+    tokenizer = Tokenizer.from_str(json_of_it)
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -15,7 +15,7 @@ from d2l_bert.messages import UserError, reading_model
 from d2l_bert.modeling import conversion, loading
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForPreTrainingOutput
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.tokenization.wordpiece import plain_backend, text_backend
+from d2l_bert.tokenization.wordpiece import literal_json, literal_tokenizer
 
 
 # The types of models that are pretrained with a head for pairs beside the MLM head; and what the names of the weights
@@ -61,7 +61,7 @@ class MaskedModel(torch.nn.Module):
             raise UserError(
                 f"{name}: its tokenizer has no mask token; put back the tokenizer that the model was trained with"
             )
-        self.backend = plain_backend(text_backend(self.tokenizer))
+        self.backend = literal_tokenizer(literal_json(self.tokenizer))
         self.most_positions = conversion.longest_input(self.model.base_model, self.tokenizer)
         self._arguments = set(inspect.signature(self.model.forward).parameters)
         if getattr(config, "type_vocab_size", None) == 1:
