@@ -19,7 +19,7 @@ from d2l_bert.tokenization.sentences import (
     CUT,
     FEWEST_DOCUMENTS,
     LONGEST_SENTENCE,
-    SPLIT_CHARACTERS,
+    WINDOW_CHARACTERS,
     split_sentences,
 )
 from d2l_bert.tokenization.sources import HowToRead, dataset_source, file_source
@@ -380,7 +380,7 @@ def test_a_long_text_without_full_stops_is_cut_in_each_window_and_loses_nothing(
     counts, text = Counter(), "A word " * 100_000 + "ends. Then two more. Three."
     sentences = sentences_of([text], counts)
     assert sentences[-2:] == ["Then two more.", "Three."] and " ".join(sentences) == text
-    assert counts[CUT] == -(-700_000 // SPLIT_CHARACTERS)
+    assert counts[CUT] == -(-700_000 // WINDOW_CHARACTERS)
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ def _tokenize(of_text, span):
     Sentences without a token are left out, and the ends of documents are counted without them. A span of two blocks,
     each of which ends a document, with two sentences and one sentence, of which the second has no token:
 
-        lengths          5  0 | 4
+        token_counts     5  0 | 4
         block_ends            2    3      the sentences up to the end of each block
         kept_before      0  1  1   2      the sentences with tokens before each sentence, and in all
         document_ends         1    2      kept_before[2], kept_before[3]
@@ -124,11 +124,17 @@ def _tokenize(of_text, span):
     blocks, encode = _opened(*of_text)
     rows = pa.Table.from_batches(blocks.read(span.blocks))
     block_ends = np.cumsum(pc.list_value_length(rows["sentences"]).to_numpy())
-    ids, lengths, words = encode(pc.list_flatten(rows["sentences"]).to_pylist())
-    has_tokens = lengths > 0
+    ids, token_counts, word_counts = encode(pc.list_flatten(rows["sentences"]).to_pylist())
+    has_tokens = token_counts > 0
     kept_before = np.append(0, np.cumsum(has_tokens))
-    document_ends = kept_before[block_ends[span.last_blocks]]
-    return Section(ids, lengths[has_tokens], words[has_tokens], document_ends, span.hashes, span.sources)
+    return Section(
+        ids=ids,
+        token_counts=token_counts[has_tokens],
+        word_counts=word_counts[has_tokens],
+        document_ends=kept_before[block_ends[span.last_blocks]],
+        hashes=span.hashes,
+        sources=span.sources,
+    )
 
 
 class SentenceEncoder:
@@ -163,8 +169,8 @@ class SentenceEncoder:
     def __call__(self, sentences: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """
         Returns:
-            The ids of all sentences, concatenated (tokens,); the number of ids of each sentence (sentences,); the
-            number of words of each sentence (sentences,).
+            The ids of all sentences, one after the other (tokens,); how many each sentence has (sentences,); how many
+            words each sentence has (sentences,).
         """
         words = [sentence.split() for sentence in sentences]
         encoded_as = words if self.encodes_words else [[sentence] for sentence in sentences]
@@ -181,11 +187,11 @@ class SentenceEncoder:
             for text in new:
                 del self.known_ids[text]
         ids = np.array(ids, dtype=np.int32)
-        lengths = np.diff(np.array(ends, dtype=np.int64), prepend=0)
+        token_counts = np.diff(np.array(ends, dtype=np.int64), prepend=0)
         if self.begins_word is None:
-            return ids, lengths, np.array(list(map(len, words)), dtype=np.int64)
-        words_before = np.append(0, np.cumsum(self.begins_word[ids]))
-        return ids, lengths, np.diff(words_before[[0, *ends]])
+            return ids, token_counts, np.array(list(map(len, words)), dtype=np.int64)
+        words_before = np.append(0, np.cumsum(self.begins_word[ids]))  # each token, and all
+        return ids, token_counts, np.diff(words_before[[0, *ends]])
 
 
 def _is_word_by_word(normalizer, pre_tokenizer):

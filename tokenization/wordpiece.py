@@ -254,7 +254,7 @@ def general_tokenizer(backend: Tokenizer, model_max_length: int = 512) -> PreTra
 
     Transformers 5 makes the rules of a `BertTokenizer` anew; those of this class it reads from tokenizer.json.
     """
-    names = {f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS}
+    names = {f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS}  # pad_token: [PAD]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=model_max_length, **names)
     give_bert_inputs(tokenizer)
     return tokenizer
@@ -272,7 +272,8 @@ def give_bert_inputs(tokenizer: PreTrainedTokenizerFast) -> None:
         special_tokens=[(cls, tokenizer.cls_token_id), (sep, tokenizer.sep_token_id)],
     )
     names = ["input_ids", "token_type_ids", "attention_mask"]
-    tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = names  # the latter is saved
+    tokenizer.model_input_names = names
+    tokenizer.init_kwargs["model_input_names"] = names  # what `save_pretrained` writes
 
 
 def extend_wordpiece(
@@ -337,27 +338,27 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder) -> None:
 
     Two entries of `tokenizer_config.json` get the names that version 4 knows: the class of a tokenizer without one of
     its own, and the list of special tokens beside the usual ones. Transformers 5 does not write `vocab.txt`, which the
-    slow tokenizer of version 4 and many tools need. An entry is a line there: of a vocabulary with an entry that holds
-    a line end, or with a number that no entry has, there is no such file, since others would read other numbers.
+    slow tokenizer of version 4 and many tools need. There the number of an entry is the number of its line: if an
+    entry holds a line end, or a number has no entry, the file is left out, since others would read other numbers.
     """
     tokenizer.save_pretrained(folder)
-    config = Path(folder) / "tokenizer_config.json"
-    settings = read_record(config)
+    settings_file = Path(folder) / "tokenizer_config.json"
+    settings = read_record(settings_file)
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    write_json(config, settings)
-    file = config.with_name(VOCABULARY_FILE)
+    write_json(settings_file, settings)
+    vocabulary_file = settings_file.with_name(VOCABULARY_FILE)
     entries = pieces(tokenizer)
     cannot_be_a_line = [entry for entry in entries if re.search(r"[\r\n]", entry)]
     has_each_number = sorted(tokenizer.get_vocab().values()) == list(range(len(entries)))
     if cannot_be_a_line or not has_each_number:
-        file.unlink(missing_ok=True)
+        vocabulary_file.unlink(missing_ok=True)
         why = f"the entry {cannot_be_a_line[0]!r:.50} holds a line end" if cannot_be_a_line else "numbers are left out"
         logger.warning(f"no {VOCABULARY_FILE} is written, as {why}; tokenizer.json has the whole vocabulary")
         return
-    file.write_text("".join(f"{entry}\n" for entry in entries), encoding="utf-8", newline="\n")
+    vocabulary_file.write_text("".join(f"{entry}\n" for entry in entries), encoding="utf-8", newline="\n")
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase | Tokenizer) -> list[str]:
@@ -396,38 +397,40 @@ def stock_tokenizer(name: str, most_tokens: int | None = None) -> PreTrainedToke
         Exception: any exception of `AutoTokenizer`, for a tokenizer that cannot be loaded.
     """
     check_folder(name)
-    settings = check_tokenizer_settings(name)
+    settings = check_tokenizer_settings(name)  # of tokenizer_config.json
     # Refused here: if Transformers knows the model type, it would silently load the tokenizer in another class.
     if settings.get("auto_map") and not hasattr(transformers, settings.get("tokenizer_class") or ""):
         raise UserError(
             "auto_map in its tokenizer_config.json asks for code of its own, which is never run; give a stock "
             "BertTokenizer"
         )
-    if rules := find_file(name, "tokenizer.json"):
-        check_tokenizer_rules(rules, most_tokens)
-    elif vocabulary := find_file(name, VOCABULARY_FILE):
-        read_vocabulary(vocabulary)
+    rules_file = find_file(name, "tokenizer.json")
+    if rules_file:
+        check_tokenizer_rules(rules_file, most_tokens)
+    elif vocabulary_file := find_file(name, VOCABULARY_FILE):
+        read_vocabulary(vocabulary_file)  # which refuses a file that is no vocabulary
     left_out = {}
     with panics_explained(), without_log_messages():
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         if isinstance(tokenizer, BertTokenizer):
-            left_out = _options_left_out(tokenizer, settings, rules)
+            left_out = _options_left_out(tokenizer, settings, rules_file)
         if left_out:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **left_out)
         tokenizer.init_kwargs.pop("auto_map", None)  # `save_pretrained` would write it, but not the code it names
         # Transformers 5 makes the rules of a BertTokenizer anew, where version 4 reads them from tokenizer.json.
-        if isinstance(tokenizer, BertTokenizer) and rules:
-            if _without_options(Tokenizer.from_file(str(rules))) != _without_options(tokenizer.backend_tokenizer):
+        if isinstance(tokenizer, BertTokenizer) and rules_file:
+            of_file = Tokenizer.from_file(str(rules_file))
+            if _rules_without_options(of_file) != _rules_without_options(tokenizer.backend_tokenizer):
                 raise UserError(
                     "its tokenizer.json has rules that BertTokenizer does not follow in Transformers 5; write "
                     '"tokenizer_class": "PreTrainedTokenizerFast" into its tokenizer_config.json'
                 )
-        if tokenizer.is_fast and not rules:  # the library has made the rules, such as of a spiece.model
+        if tokenizer.is_fast and not rules_file:  # the library has made the rules, such as of a spiece.model
             check_steps(Path(name), json.loads(tokenizer.backend_tokenizer.to_str()))
         if tokenizer.is_fast:
             _try_out(tokenizer)
     for option, value in left_out.items():
-        by = "tokenizer.json says" if rules else "the capital letters in its vocabulary say"
+        by = "tokenizer.json says" if rules_file else "the capital letters in its vocabulary say"
         logger.info(f"{name}: its tokenizer_config.json lacks {option}; read with {option} {value}, as {by}")
     return tokenizer
 
@@ -440,7 +443,7 @@ BERT_OPTIONS = {
 }
 
 
-def _options_left_out(tokenizer, settings, rules) -> dict:
+def _options_left_out(tokenizer, settings, rules_file) -> dict:
     """
     The options of a `BertTokenizer` that its tokenizer_config.json leaves out and that are not the defaults: those of
     its tokenizer.json; without one, no lower case if its vocabulary has capital letters.
@@ -448,11 +451,11 @@ def _options_left_out(tokenizer, settings, rules) -> dict:
     Args:
         tokenizer: as it was loaded, with the defaults.
         settings: of tokenizer_config.json.
-        rules: the path of tokenizer.json, or None.
+        rules_file: the path of tokenizer.json, or None.
     """
     loaded = tokenizer.backend_tokenizer.normalizer
-    if rules:
-        saved = Tokenizer.from_file(str(rules)).normalizer
+    if rules_file:
+        saved = Tokenizer.from_file(str(rules_file)).normalizer
         found = {option: getattr(saved, name) for option, name in BERT_OPTIONS.items() if hasattr(saved, name)}
     else:
         found = {"do_lower_case": False} if has_capitals(tokenizer.get_vocab()) else {}
@@ -473,7 +476,7 @@ def has_capitals(entries: Iterable[str]) -> bool:
     return False
 
 
-# A word, none, a rune that few vocabularies have, and a word that is too long for any.
+# Words, no word, a rune that few vocabularies have, and a word that is too long for any.
 TRIED_OUT = ("word and word", "", "\u16a0", "x" * (MOST_CHARACTERS + 1))
 
 
@@ -489,7 +492,7 @@ def _try_out(tokenizer):
             tokenizer.backend_tokenizer.decode(ids[:1], skip_special_tokens=False)
 
 
-def _without_options(backend):
+def _rules_without_options(backend):
     """A tokenizer's rules, but for the options of a `BertTokenizer`, which are in tokenizer_config.json, too."""
     rules = rules_of(backend)
     normalizer = rules["normalizer"] or {}
