@@ -50,8 +50,8 @@ def text_documents(lines: Iterator[str], counts: Counter, documents: str = "auto
     first_lines = _beginning(lines)
     layout = find_layout(first_lines, documents)
     are_sentences = layout.lines == "sentences"
-    found = split_documents(itertools.chain(first_lines, lines), layout, READ_CHARACTERS)
-    for number, paragraphs in enumerate(found):
+    paragraphs_of_documents = split_documents(itertools.chain(first_lines, lines), layout, READ_CHARACTERS)
+    for number, paragraphs in enumerate(paragraphs_of_documents):
         if number == 0:  # only a file with a document is counted
             counts[f"files {layout.description()}"] += 1
         yield Document(paragraphs, are_sentences=are_sentences)

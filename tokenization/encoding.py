@@ -53,9 +53,9 @@ def prepare_tokens(
 
     def write(partial):
         spans = _spans_of(part)
-        tokenize = functools.partial(_tokenize, (part.text.folder, json_of_tokenizer, word_unit))
+        tokenize = functools.partial(_tokenize, (part.store.folder, json_of_tokenizer, word_unit))
         sections = in_order(tokenize, spans, min(processes, len(spans)))
-        write_store(partial, len(tokenizer), part.text.source_count, sections, documents=part.document_count())
+        write_store(partial, len(tokenizer), part.store.source_count, sections, documents=part.document_count())
         _opened.cache_clear()  # of this process, which has encoded if no others were started
 
     identity = [ENCODING_FORMAT, STORE_FORMAT, part.identity(), json_of_tokenizer, word_unit]
@@ -90,16 +90,16 @@ def _spans_of(part):
         last_blocks         1            0     2      the places of 11, 14 and 21 in their spans
         ended               3            4     6      the documents that end here, which hashes and sources are of
     """
-    text = part.text
+    store = part.store
     blocks = part.blocks
     blocks_at_once = max(1, len(blocks) * TOKENIZED_AT_ONCE // max(part.characters(), 1))
-    documents = text.document_of_block[blocks]
+    documents = store.document_of_block[blocks]
     ends_document = np.diff(documents, append=-1) != 0
     spans = []
     for places in np.split(np.arange(len(blocks)), range(blocks_at_once, len(blocks), blocks_at_once)):
         last_blocks = np.flatnonzero(ends_document[places])
         ended = documents[places][last_blocks]
-        spans.append(Span(blocks[places], last_blocks, text.hashes[ended], text.sources[ended]))
+        spans.append(Span(blocks[places], last_blocks, store.hashes[ended], store.sources[ended]))
     return spans
 
 
@@ -109,9 +109,9 @@ def _opened(folder, json_of_tokenizer, word_unit):
     return Blocks(folder), SentenceEncoder(json_of_tokenizer, word_unit)
 
 
-def _tokenize(of_text, span):
+def _tokenize(of_store, span):
     """
-    The `Section` of a span of the text; `of_text` are the arguments of `_opened`.
+    The `Section` of a span of the text; `of_store` are the arguments of `_opened`.
 
     Sentences without a token are left out, and the ends of documents are counted without them. A span of two blocks,
     each of which ends a document, with two sentences and one sentence, of which the second has no token:
@@ -121,7 +121,7 @@ def _tokenize(of_text, span):
         kept_before      0  1  1   2      the sentences with tokens before each sentence, and in all
         document_ends         1    2      kept_before[2], kept_before[3]
     """
-    blocks, encode = _opened(*of_text)
+    blocks, encode = _opened(*of_store)
     rows = pa.Table.from_batches(blocks.read(span.blocks))
     block_ends = np.cumsum(pc.list_value_length(rows["sentences"]).to_numpy())
     ids, token_counts, word_counts = encode(pc.list_flatten(rows["sentences"]).to_pylist())

@@ -256,19 +256,20 @@ class TextPart:
     Sentences are read from the disk in each iteration, not kept in memory.
 
     Args:
+        store: the text store.
         blocks: the numbers of the blocks, ascending (n,).
     """
 
-    text: TextStore
+    store: TextStore
     blocks: np.ndarray
 
     def characters(self) -> int:
         """The number of characters."""
-        return int(self.text.of_blocks["characters"][self.blocks].sum())
+        return int(self.store.of_blocks["characters"][self.blocks].sum())
 
     def document_count(self) -> int:
         """The number of documents that the blocks are of."""
-        return len(np.unique(self.text.document_of_block[self.blocks]))
+        return len(np.unique(self.store.document_of_block[self.blocks]))
 
     def sample(self, most_characters: int = TOKENIZER_SAMPLE_CHARACTERS) -> "TextPart":
         """
@@ -279,15 +280,15 @@ class TextPart:
         share = min(1.0, most_characters / max(self.characters(), 1))
         count = int(len(self.blocks) * share)
         places = np.unique((np.arange(count) / share).astype(int))
-        return TextPart(self.text, self.blocks[places])
+        return TextPart(self.store, self.blocks[places])
 
     def identity(self) -> list[str]:
         """Two strings that change whenever the sentences do: of the whole text, and of the choice of blocks."""
         numbers = np.ascontiguousarray(self.blocks, dtype="<i8")
-        return [self.text.folder.name, hashlib.sha256(numbers).hexdigest()]
+        return [self.store.folder.name, hashlib.sha256(numbers).hexdigest()]
 
     def __iter__(self) -> Iterator[str]:
-        for batch in self.text.read(self.blocks):
+        for batch in self.store.read(self.blocks):
             yield from batch["sentences"].flatten().to_pylist()
 
 

@@ -160,7 +160,15 @@ def ranges(firsts: np.ndarray | int, ends: np.ndarray) -> np.ndarray:
 
 
 def find(starts: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """The number of the stretch in which each place lies, such as a token's sentence; `starts` are ascending (n,)."""
+    """
+    The number of the stretch in which each place lies (p,), such as the sentence of a token.
+
+    Of stretches that start at 0, 4 and 9, the places 3, 4 and 10 lie in the numbers 0, 1 and 2.
+
+    Args:
+        starts: where the stretches start, ascending (n,).
+        places: (p,).
+    """
     return np.searchsorted(starts, places, side="right") - 1
 
 

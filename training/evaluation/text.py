@@ -249,7 +249,7 @@ def _tokens(model, name, part, config):
             the text.
     """
     data = model.record.get("data", {})
-    is_text_of_run = data.get("text_fingerprint") == part.text.fingerprint
+    is_text_of_run = data.get("text_fingerprint") == part.store.fingerprint
     if is_text_of_run and not config.held_out:
         way_out = "" if data.get("validation") else "; --held_out takes what its run held out"
         logger.warning(f"{model.name} was trained on this very text, {name}{way_out}")
