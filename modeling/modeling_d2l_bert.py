@@ -342,7 +342,7 @@ class D2lBertPooler(nn.Module):
 
 
 class MaskLM(nn.Module):
-    """Scores over the vocabulary for hidden states (section 15.8.5.1): one hidden layer, LayerNorm, decoder."""
+    """Logits over the vocabulary for hidden states (section 15.8.5.1): one hidden layer, LayerNorm, decoder."""
 
     def __init__(self, config):
         super().__init__()
@@ -360,11 +360,11 @@ class MaskLM(nn.Module):
         """The input of the decoder (..., H) for hidden states (..., H)."""
         return self.LayerNorm(self.activation(self.dense(hidden_states)))
 
-    def scores_and_loss(self, hidden_states, labels=None, num_items=None, skip_scores=False):
+    def logits_and_loss(self, hidden_states, labels=None, num_items=None, skip_logits=False):
         """
-        The scores (..., V) for hidden states (..., H), and their cross-entropy.
+        The logits (..., V) for hidden states (..., H), and their cross-entropy.
 
-        With labels and `skip_scores` the scores are not kept, which saves memory, and on a CPU they are computed only
+        With labels and `skip_logits` the logits are not kept, which saves memory, and on a CPU they are computed only
         where there is a label.
 
         Args:
@@ -372,19 +372,19 @@ class MaskLM(nn.Module):
             num_items: what to divide the summed loss by, as in `cross_entropy`.
 
         Returns:
-            The scores, None if skipped; and the loss, None without labels.
+            The logits, None if skipped; and the loss, None without labels.
         """
         if labels is None:
             return self(hidden_states), None
-        if not skip_scores:
-            scores = self(hidden_states)
-            return scores, cross_entropy(scores, labels, num_items)
+        if not skip_logits:
+            logits = self(hidden_states)
+            return logits, cross_entropy(logits, labels, num_items)
         if not is_plain(self.decoder):  # `loss_and_gradients` reads its weight
             return None, cross_entropy(self(hidden_states), labels, num_items)
         states = self.transform(hidden_states).flatten(0, -2)
         labels = labels.flatten().long()
         device = states.device.type
-        if torch.is_autocast_enabled(device):  # the scores have the dtype of these states
+        if torch.is_autocast_enabled(device):  # the logits have the dtype of these states
             states = states.to(torch.get_autocast_dtype(device))
         loss, *_ = loss_and_gradients(states, self.decoder.weight, self.decoder.bias, labels, self.compiles_gradient)
         if num_items is None:
@@ -427,7 +427,7 @@ def checked_positions(positions, rows):
     return positions.long()
 
 
-def labelled_positions(labels, shape):
+def labelled_positions(labels, rows_and_tokens):
     """
     The positions (B, P) at which labels (B, T) are not -100, and the labels there (B, P), -100 in unused slots.
 
@@ -435,16 +435,16 @@ def labelled_positions(labels, shape):
     depends on the values of the labels, so a GPU is synchronized once.
 
     Raises:
-        ValueError: the labels are neither of `shape` nor of (*shape, 1).
+        ValueError: the shape of the labels is neither `rows_and_tokens`, which is (B, T), nor (B, T, 1).
     """
-    if labels.shape != shape and labels.shape != (*shape, 1):
-        raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit tokens of shape {tuple(shape)}")
-    labels = labels.reshape(shape)
+    if labels.shape != rows_and_tokens and labels.shape != (*rows_and_tokens, 1):
+        raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit tokens of shape {tuple(rows_and_tokens)}")
+    labels = labels.reshape(rows_and_tokens)
     is_labelled = labels != -100
-    largest = max(1, int(is_labelled.sum(1).max()))  # at least 1: PyTorch's attention fails without a query
-    slots = min(shape[1], largest + -largest % 4)
+    most_labels = max(1, int(is_labelled.sum(1).max()))  # at least 1: PyTorch's attention fails without a query
+    slot_count = min(rows_and_tokens[1], most_labels + -most_labels % 4)
     # A stable sort of 1 and 0, the largest first: the labelled positions in their order, then the others.
-    positions = is_labelled.int().argsort(dim=1, descending=True, stable=True)[:, :slots]
+    positions = is_labelled.int().argsort(dim=1, descending=True, stable=True)[:, :slot_count]
     return positions, labels.gather(1, positions)
 
 
@@ -454,7 +454,7 @@ def cross_entropy(logits, labels, num_items=None):
 
     Without `num_items` the loss is the mean over this batch. With `num_items` the loss is the sum divided by
     `num_items`: if that is the number of labels in the whole optimizer step, the losses of the step's micro-batches
-    add up to the mean over the step, however the step is split. It is computed in float32, of logits in float64 in
+    add up to the mean over the step, however the step is split. It is computed in float32; for logits in float64, in
     float64.
 
     Raises:
@@ -469,7 +469,7 @@ def cross_entropy(logits, labels, num_items=None):
 
 def slots_to_compute(labels):
     """
-    The numbers of the slots whose scores are computed, and their labels (M,), for the labels of all slots (R,).
+    The numbers of the slots whose logits are computed, and their labels (M,), for the labels of all slots (R,).
 
     On a CPU these are the slots with a label, and slot 0 again and again, with the label -100, up to a multiple of 32;
     from 2,048 slots on of 64, from 4,096 on of 128, and so on. The CPU prepares its matrix products once for each
@@ -502,10 +502,10 @@ def loss_and_gradients(
     compiles_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    The summed cross-entropy of the scores `hidden_states @ weight.T + bias`, and its gradients, without all scores in
+    The summed cross-entropy of the logits `hidden_states @ weight.T + bias`, and its gradients, without all logits in
     memory at once.
 
-    Goes through the slots in parts: computes the scores of a part, replaces the scores by their gradient, and adds the
+    Goes through the slots in parts: computes the logits of a part, replaces the logits by their gradient, and adds the
     part's share to the gradients. This is the idea of Liger Kernel's fused loss (Hsu et al., 2024), here in PyTorch's
     own operations for every device.
 
@@ -514,20 +514,20 @@ def loss_and_gradients(
 
         the loss                       their losses are replaced by 0
         the gradient of the weight     their hidden states, which it is computed from, are multiplied by 0
-        the gradient of the bias       their gradients of scores, which it sums, are multiplied by 0
+        the gradient of the bias       their gradients of logits, which it sums, are multiplied by 0
         that of the hidden states      their rows of it are multiplied by 0
 
-    To replace their gradients of scores by 0 alone would read and write the largest tensor once more.
+    To replace their gradients of logits by 0 alone would read and write the largest tensor once more.
 
     A custom operator, because the number of slots with a label depends on the labels: the compiler would end its
     program there and begin another.
 
     Args:
         hidden_states: of R slots (R, H): the positions to predict in all rows of a batch. Their dtype is that of the
-            scores.
+            logits.
         weight, bias: of the decoder, (V, H) and (V,).
         labels: token ids (R,), -100 for none.
-        compiles_gradient: whether a GPU computes the gradient of the scores by a compiled program.
+        compiles_gradient: whether a GPU computes the gradient of the logits by a compiled program.
 
     Returns:
         The loss, and its gradients for hidden states, weight and bias.
@@ -599,7 +599,7 @@ def gradient_by_softmax(logits, labels):
     The cross-entropy -log p of each row, and its gradient for the logits, p for each token and p - 1 for the label.
 
     The rounded p is precise enough where p is at most 1/2 and a normal number. For a larger p too few digits of 1 - p
-    are left: bf16 has no number between 0.996 and 1. In these rows both follow from the scores s in float32:
+    are left: bf16 has no number between 0.996 and 1. In these rows both follow from the logits s in float32:
 
         log_odds = log (1 - p) / p = log sum exp of the other tokens' s - the label's s
         -log p = softplus(log_odds)        1 - p = sigmoid(log_odds)
@@ -621,10 +621,10 @@ def gradient_by_softmax(logits, labels):
     losses = -chance_of_label.log()
     chance_of_others = 1 - chance_of_label
     imprecise = rows[(chance_of_label > 0.5) | (chance_of_label < torch.finfo(logits.dtype).tiny)]
-    scores = logits[imprecise].to(exact)
+    exact_logits = logits[imprecise].to(exact)
     columns = labels[imprecise].unsqueeze(1)
-    log_odds = -scores.gather(1, columns).squeeze(1)
-    log_odds += scores.scatter_(1, columns, -torch.inf).logsumexp(dim=1)
+    log_odds = -exact_logits.gather(1, columns).squeeze(1)
+    log_odds += exact_logits.scatter_(1, columns, -torch.inf).logsumexp(dim=1)
     losses[imprecise] = F.softplus(log_odds)
     chance_of_others[imprecise] = log_odds.sigmoid()
     gradient = chances  # the same tensor, changed in place: a copy would take as much memory again
@@ -710,14 +710,14 @@ class D2lBertPreTrainedModel(PreTrainedModel):
 
     def masked_lm(self, masked_positions, labels, num_items, skip_logits, **kwargs):
         """
-        Run the encoder and the MLM head.
+        Run the encoder and the MLM head, whose loss can leave out positions and logits that nobody reads.
 
         Args:
             masked_positions, labels, num_items, skip_logits: as in `D2lBertForPreTraining`.
             kwargs: the arguments of `D2lBertModel`.
 
         Returns:
-            The output of the encoder, with `last_hidden_state` at the positions that the head reads; the scores, None
+            The output of the encoder, with `last_hidden_state` at the positions that the head reads; the logits, None
             if skipped; and the loss, None without labels.
         """
         if skip_logits is None:
@@ -728,7 +728,7 @@ class D2lBertPreTrainedModel(PreTrainedModel):
             rows_and_tokens = tokens.shape[:2]
             masked_positions, labels = labelled_positions(labels, rows_and_tokens)
         outputs = self.base_model(positions=masked_positions, return_dict=True, **kwargs)
-        return outputs, *self.mlm.scores_and_loss(outputs.last_hidden_state, labels, num_items, skip_logits)
+        return outputs, *self.mlm.logits_and_loss(outputs.last_hidden_state, labels, num_items, skip_logits)
 
 
 class D2lBertModel(D2lBertPreTrainedModel):
