@@ -95,7 +95,7 @@ def find_layout(lines: Sequence[str], documents: Literal["auto"] | Documents = "
             as it would cut "c. acme." behind "c."                        sentences
         else                                                              paragraphs
 
-    Few do if these are, of the lines with text:
+    Few lines do where, of those with text,
 
         blank_line    less than `MOST_CUT` with a full stop before their end
         line          less than `MOST_CUT` with a full stop anywhere
