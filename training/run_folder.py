@@ -48,7 +48,8 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 # Of a fine-tuning: the folder with a folder for each rate and seed, and the table of predictions.
-ATTEMPTS, PREDICTIONS_FILE = "attempts", "predictions.csv"
+ATTEMPTS = "attempts"
+PREDICTIONS_FILE = "predictions.csv"
 
 
 def check_output_folder(run, folder: Path, start_model: str | None, is_finetuning: bool = False) -> None:
@@ -89,14 +90,17 @@ def check_output_folder(run, folder: Path, start_model: str | None, is_finetunin
             raise UserError(
                 f"{place}: resume_from_checkpoint continues a run and overwrite_output_dir replaces the run; give one"
             )
-    elif wanted not in (None, "latest"):
+        return  # the run is replaced
+    if wanted not in (None, "latest"):
         if folders.real(wanted).parent != folders.real(folder):
             raise UserError(f"{place}: holds another run than that of {wanted}; name a new folder")
-    elif _is_finished_without_checkpoint(folder, entries) and not is_finetuning:
-        # A finished fine-tuning may get further seeds.
+        return  # the run goes on from `wanted`
+    # A finished fine-tuning may get further seeds. A pretraining goes on from a checkpoint alone.
+    if not is_finetuning and _is_finished_without_checkpoint(folder, entries):
         raise UserError(f"{place}: holds a finished run and no checkpoint to go on from; {ways_out}")
-    elif wanted is None:
+    if wanted is None:
         raise UserError(f"{place}: holds a run; go on with --resume_from_checkpoint latest, {ways_out}")
+    # "latest": the run goes on.
 
 
 def _entries_of_runs(folder):
@@ -107,6 +111,7 @@ def _entries_of_runs(folder):
 
 
 def _is_finished_without_checkpoint(folder, entries):
+    """Whether a folder has a finished model, which is all that can be read of its run."""
     return checkpoint.WEIGHTS_FILE in entries and not checkpoint.checkpoints(folder)
 
 
@@ -382,14 +387,14 @@ def check_identity(then: dict, now: dict, place: str, weights: Path | None = Non
 
     Args:
         then, now: what the run was made of when it was started, as a JSON file has it, and now; by the names in error
-            messages.
-        place: what it is to go on with.
+            messages (`make_identity`).
+        place: the folder of the run or checkpoint, for the message.
         weights: a checkpoint that a run of another length may start from.
 
     Raises:
         UserError: they differ; the message names the first difference.
     """
-    now = json.loads(json.dumps(now))
+    now = json.loads(json.dumps(now))  # as `then`, with lists for tuples
     for name, value in now.items():
         if then.get(name) == value:
             continue
