@@ -26,7 +26,7 @@ from d2l_bert.pair_tasks import PAIR_TASKS, unit
 from d2l_bert.tokenization.prepared_folder import PreparedText, corpus_is_prepared
 from d2l_bert.training import checkpoint, compiling, devices, initialize, processes, run_folder, schedule
 from d2l_bert.training.bigram_start import start_from_bigrams
-from d2l_bert.training.checkpoint import Checkpoint, CheckpointSaver, Progress, WordSaver
+from d2l_bert.training.checkpoint import Checkpoint, CheckpointSaver, Progress
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data.objective import with_objective
 from d2l_bert.training.data.rows import Ranks
@@ -37,6 +37,7 @@ from d2l_bert.training.log import RunLog, check_trackers, start_trackers, used_m
 from d2l_bert.training.processes import main_first, on_main, together
 from d2l_bert.training.report import token_entropy
 from d2l_bert.training.signals import StopSignals, signal_name
+from d2l_bert.training.words_seen import WordSaver, word_marks
 
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ def check_options(architecture: D2lBertConfig, run: PretrainConfig) -> list[str]
         UserError: an option is wrong, or does not fit the model.
     """
     run.check()
-    checkpoint.word_marks(run.save_words)
+    word_marks(run.save_words)
     if run.license is not None:
         check_license(run.license)
     if architecture.type_vocab_size < 2 and run.objective != "none":
@@ -182,7 +183,7 @@ def train(
             return
         record = run_folder.make_record(run, architecture, text, accelerator)
         on_main(run_folder.start_folder, folder, record, progress.step)
-        marks = checkpoint.word_marks(run.save_words)
+        marks = word_marks(run.save_words)
         word_saver = WordSaver(learner, folder, record, text.tokenizer, marks, progress)
         on_main(word_saver.delete_outdated)
         on_main(start_trackers, accelerator, folder, record, progress.step)
