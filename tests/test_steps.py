@@ -82,7 +82,7 @@ def test_an_epoch_holds_each_pair_once(text, objective, pairing):
     steps = make_steps(text, packing=True, objective=objective, pairing=pairing)
     stage = steps.stages[0]
     assert stage.pairs_a_step == 32
-    whole_steps = -(-sum(len(stage.pairs.window(0, number)) for number in range(stage.pairs.windows(0))) // 32)
+    whole_steps = -(-sum(len(stage.pairs.window(0, number)) for number in range(stage.pairs.window_count(0))) // 32)
     held = [
         sequence
         for step in itertools.islice(steps.walk(), whole_steps)

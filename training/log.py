@@ -154,17 +154,16 @@ def stage_changes(run: PretrainConfig) -> dict[int, dict]:
     """
     changes = {}
     for before, after in itertools.pairwise(run.stages(run.max_steps)):
-        _, length_before, batch_before = before
-        first_step, length, batch = after
-        step = first_step + 1  # stages count from 0
-        units = f"{run.pairs_a_step(batch, length):,} {unit(PAIR_TASKS.get(run.objective))}"
-        reason = f"step {step}: from here on, a step has {units} of {length} tokens"
+        step = after.first_step + 1  # stages count from 0
+        pairs_a_step = run.pairs_a_step(after.batch_size, after.length)
+        units = f"{pairs_a_step:,} {unit(PAIR_TASKS.get(run.objective))}"
+        reason = f"step {step}: from here on, a step has {units} of {after.length} tokens"
         labels = []
-        if length != length_before:
+        if after.length != before.length:
             reason += f"; the evaluation always uses {run.max_seq_length} tokens"
-            labels.append(f"{length_before} → {length} tokens")
-        if batch != batch_before:
-            labels.append(f"batch {batch_before} → {batch}")
+            labels.append(f"{before.length} → {after.length} tokens")
+        if after.batch_size != before.batch_size:
+            labels.append(f"batch {before.batch_size} → {after.batch_size}")
         changes[step] = {"step": step, "event": "stage", "reason": reason, "label": ", ".join(labels)}
     return changes
 

@@ -190,8 +190,9 @@ def local_paths(run: PretrainConfig, text) -> dict[str, dict]:
     The options that are local paths, not names on the Hub.
 
     Returns:
-        By path, a dict: `name`, the last part of the path, and `fingerprint`, a hash of what the run read there (for a
-        validation text, of all its tokens). `fingerprint` is None for `output_dir` and `resume_from_checkpoint`.
+        For each path a dict: `name`, the last part of the path, and `fingerprint`, a hash of what the run read there
+        (for a validation text, of all its tokens). `fingerprint` is None for `output_dir` and
+        `resume_from_checkpoint`.
     """
     fingerprints = {}
     for path in (run.output_dir, run.resume_from_checkpoint):
@@ -219,11 +220,12 @@ def architecture_numbers(architecture: D2lBertConfig) -> dict:
 
 def start_folder(folder: Path, record: dict, start_step: int) -> None:
     """
-    Write `run_config.json`, and delete the checkpoints of an earlier run after step `start_step`.
+    Make the folder of a run ready for its next step: delete what no longer holds, and write `run_config.json`.
 
-    Unfinished checkpoints, which a killed run left, are deleted, too. A run that starts from step 0 also deletes an
-    earlier run's weights, metrics, curves and card. A resumed run keeps a finished model and its `run_config.json`
-    until `finish_folder` replaces both.
+    - Every run deletes the checkpoints after step `start_step`, and unfinished ones, which a killed run left.
+    - A run from step 0 deletes an earlier run's weights, metrics, curves and card, too.
+    - A run that resumes a finished one keeps the finished model and its `run_config.json` until `finish_folder`
+      replaces both.
 
     Args:
         record: the content of `run_config.json`.
@@ -248,7 +250,8 @@ def start_folder(folder: Path, record: dict, start_step: int) -> None:
             for name in (checkpoint.WEIGHTS_FILE, *others):
                 (folder / name).unlink(missing_ok=True)
                 folders.sync(folder)
-        if not (folder / checkpoint.WEIGHTS_FILE).exists():
+        is_finished = (folder / checkpoint.WEIGHTS_FILE).exists()  # the run to resume; a new one has no weights here
+        if not is_finished:
             # Before the log, because `check_output_folder` refuses a folder with a log and no run_config.json.
             folders.write_json(folder / card.RUN_FILE, record)
 

@@ -58,14 +58,14 @@ class BatchMaker:
     `[UNK]` stays in the input and is never predicted: it hides which word it was, so predicting it teaches nothing.
 
     Args:
-        tokens: the corpus of the pairs.
+        corpus: the text that the pairs are of.
         run: its options say what is masked, and whether pairs have labels (`objective`). Without another share, as
             many tokens are predicted as in the last step of the run.
         max_seq_length: the most tokens in a row.
     """
 
-    def __init__(self, tokens: TokenizedCorpus, tokenizer, run, max_seq_length: int):
-        self.tokens = tokens
+    def __init__(self, corpus: TokenizedCorpus, tokenizer, run, max_seq_length: int):
+        self.corpus = corpus
         self.run = run
         self.max_seq_length = max_seq_length
         self.cls = tokenizer.cls_token_id
@@ -191,8 +191,8 @@ class BatchMaker:
         offset_of_a = a_start - 1
         offset_of_b = b_start - b_column
         token = column + np.where(is_before_b, offset_of_a, offset_of_b)
-        ids_of_text = self.tokens.ids[token[is_of_text]]
-        self.tokens.check_ids(ids_of_text, self.vocab_size)
+        ids_of_text = self.corpus.ids[token[is_of_text]]
+        self.corpus.check_ids(ids_of_text, self.vocab_size)
         ids[is_of_text] = ids_of_text
         return ids, is_real, is_of_text, is_real & ~is_before_b
 

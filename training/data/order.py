@@ -102,19 +102,20 @@ class EpochPairs:
             raise UserError(
                 f"source_weights: {len(weights)} weights for {len(source_ends)} sources; give one for each"
             )
-        self.borders = corpus.first_tokens(np.append(0, source_ends))  # source i has tokens borders[i] to [i + 1] - 1
-        self.tokens = np.diff(self.borders)  # how many each source has
-        is_missing = (self.tokens == 0) & (weights > 0)
+        # Source i has the tokens from borders[i] to borders[i + 1] - 1. What follows has one number for each source.
+        self.borders = corpus.first_tokens(np.append(0, source_ends))
+        self.token_counts = np.diff(self.borders)
+        is_missing = (self.token_counts == 0) & (weights > 0)
         if is_missing.any():
             raise UserError(f"source_weights: source {int(is_missing.argmax()) + 1} is empty")
         # An epoch has as many tokens as all sources together.
         shares = weights / weights.sum()
-        self.passes = shares * self.tokens.sum() / np.maximum(self.tokens, 1)
+        self.passes = shares * self.token_counts.sum() / np.maximum(self.token_counts, 1)
         # A stretch has STRETCH_TOKENS, or fewer in a source that would else have too few stretches.
         fewest_stretches = WEIGHTED_STRETCHES if run.source_weights else 1
-        largest = _ceil_div(self.tokens, fewest_stretches)  # larger stretches would be fewer
+        largest = _ceil_div(self.token_counts, fewest_stretches)  # larger stretches would be fewer
         self.stretch_tokens = np.clip(largest, 1, STRETCH_TOKENS)
-        self.stretches = _ceil_div(self.tokens, self.stretch_tokens)
+        self.stretch_counts = _ceil_div(self.token_counts, self.stretch_tokens)
         # The window that was used last, as (epoch, window), and its pairs.
         self._open_window = None
         self._open_pairs = None
@@ -129,10 +130,10 @@ class EpochPairs:
         Without weights an epoch is one turn. With weights an epoch takes the next visits of each source: with 0.5
         passes a stretch is visited in every second epoch, with 1.5 passes once or twice in an epoch.
         """
-        return np.rint(np.outer([epoch, epoch + 1], self.passes * self.stretches)).astype(np.int64)
+        return np.rint(np.outer([epoch, epoch + 1], self.passes * self.stretch_counts)).astype(np.int64)
 
-    def windows(self, epoch: int) -> int:
-        """The number of windows in an epoch, at least one."""
+    def window_count(self, epoch: int) -> int:
+        """How many windows an epoch has, at least one."""
         firsts, ends = self._visits(epoch)
         return max(1, _ceil_div(int((ends - firsts).sum()), WINDOW_STRETCHES))
 
@@ -148,7 +149,7 @@ class EpochPairs:
         for source, turn in sorted(set(zip(sources.tolist(), turns.tolist(), strict=True))):
             is_of_turn = (sources == source) & (turns == turn)
             seed = (self.run.seed, _VISITS, source, turn)
-            stretches = random_order(places[is_of_turn], int(self.stretches[source]), seed)
+            stretches = random_order(places[is_of_turn], int(self.stretch_counts[source]), seed)
             firsts.append(self._first_sentences(source, stretches))
             ends.append(self._first_sentences(source, stretches + 1))
         return self._cut_into_documents(np.concatenate(firsts), np.concatenate(ends))
@@ -169,7 +170,7 @@ class EpochPairs:
         numbers = random_order(places_in_order, count, (self.run.seed, _ORDER, epoch))
         sources = np.searchsorted(end_numbers, numbers, side="right")
         visits = numbers - first_numbers[sources] + firsts[sources]
-        turns, places_in_turn = np.divmod(visits, self.stretches[sources])
+        turns, places_in_turn = np.divmod(visits, self.stretch_counts[sources])
         return sources, turns, places_in_turn
 
     def _first_sentences(self, source, stretches):
@@ -265,7 +266,7 @@ class EpochPairs:
             most: the most pairs in all; None for all.
         """
         remaining = most or sys.maxsize
-        for window in range(self.windows(epoch)):
+        for window in range(self.window_count(epoch)):
             pairs = self.window(epoch, window)[:remaining]
             if len(pairs):
                 yield pairs
@@ -295,7 +296,7 @@ class EpochPairs:
                 raise UserError(f"{self.name}: no pair of segments in the text to train on; give more text")
             first = 0
             window += 1
-            if window == self.windows(epoch):
+            if window == self.window_count(epoch):
                 epoch += 1
                 window = 0
 
@@ -308,7 +309,7 @@ class EpochPairs:
         """
         epoch, window, first = cursor
         # For each pair `take` passes fewer than MOST_EMPTY_WINDOWS windows, and so no more epochs than that.
-        if epoch > taken * MOST_EMPTY_WINDOWS or window >= self.windows(epoch):
+        if epoch > taken * MOST_EMPTY_WINDOWS or window >= self.window_count(epoch):
             return False
         return first <= len(self.window(epoch, window))
 
@@ -322,12 +323,12 @@ class EpochPairs:
         """
         _, cursor = self.take(START, 1)
         pairs = self.window(cursor.epoch, cursor.window)
-        if self.windows(cursor.epoch) == 1:
+        if self.window_count(cursor.epoch) == 1:
             return float(len(pairs))
         firsts, ends = self.pieces(cursor.epoch, cursor.window)
         starts = self.corpus.sentence_starts
         tokens_in_window = float((starts[ends] - starts[firsts]).sum())
-        tokens_in_epoch = float((self.tokens * self.passes).sum())
+        tokens_in_epoch = float((self.token_counts * self.passes).sum())
         return len(pairs) / tokens_in_window * tokens_in_epoch
 
 

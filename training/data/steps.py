@@ -108,15 +108,15 @@ class TrainingSteps:
         self.ranks = ranks
         self.on_gpu = on_gpu
         self.stages = []
-        planned = run.stages(max_steps)
-        ends = [first_step for first_step, _, _ in planned[1:]] + [max_steps]
+        planned_stages = run.stages(max_steps)
+        ends = [planned.first_step for planned in planned_stages[1:]] + [max_steps]
         of_length = {}  # the pairs and the `BatchMaker` of each sequence length; several stages may share them
-        for (first_step, length, batch_size), end_step in zip(planned, ends, strict=True):
-            if length not in of_length:
-                of_length[length] = _pairs_of_length(run, text, length)
-            pairs, make_batch = of_length[length]
-            pairs_a_step = run.pairs_a_step(batch_size, length)
-            self.stages.append(Stage(first_step, end_step, pairs, make_batch, pairs_a_step))
+        for planned, end_step in zip(planned_stages, ends, strict=True):
+            if planned.length not in of_length:
+                of_length[planned.length] = _pairs_of_length(run, text, planned.length)
+            pairs, make_batch = of_length[planned.length]
+            pairs_a_step = run.pairs_a_step(planned.batch_size, planned.length)
+            self.stages.append(Stage(planned.first_step, end_step, pairs, make_batch, pairs_a_step))
 
     def check_place(self, done: int, cursor: Cursor, words: float) -> None:
         """
@@ -140,7 +140,7 @@ class TrainingSteps:
         stage_of_cursor = begun[-1]
         if not stage_of_cursor.pairs.has(cursor, most_taken):
             raise ValueError(f"the text has no pairs at the place {list(cursor)}")
-        corpus = stage_of_cursor.make_batch.tokens
+        corpus = stage_of_cursor.make_batch.corpus
         words_of_documents = np.diff(corpus.words_before)
         tokens_of_documents = np.diff(corpus.first_tokens(np.arange(len(corpus) + 1)))
         most_words = most_tokens * (words_of_documents / tokens_of_documents).max()
@@ -179,7 +179,7 @@ class TrainingSteps:
                 is_packed = "sequence_ids" in batch  # sequence ids mask padding, too
                 if is_packed or bool(batch["attention_mask"].all()):
                     del batch["attention_mask"]
-        return Step(micro_batches, counts, drawn.cursor, words_in(make_batch.tokens, drawn.pairs))
+        return Step(micro_batches, counts, drawn.cursor, words_in(make_batch.corpus, drawn.pairs))
 
     def walk(self, start: int = 0, cursor: Cursor = START) -> Iterator[Step]:
         """Yield the steps from `start` on, as `draw` has them."""
