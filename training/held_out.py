@@ -55,12 +55,12 @@ class HeldOutPairs:
         self.name = name
         self.ranks = ranks
         once = dataclasses.replace(run, seed=HELD_OUT_SEED, source_weights=[])  # each document once
-        self.pairs = EpochPairs(corpus, once, run.max_seq_length, name)
+        self.epoch_pairs = EpochPairs(corpus, once, run.max_seq_length, name)
         self.make_batch = BatchMaker(corpus, tokenizer, run, run.max_seq_length)
 
     def parts(self) -> Iterator[np.ndarray]:
         """Yield the pairs, one window at a time."""
-        return self.pairs.parts(0, self.run.max_eval_pairs)
+        return self.epoch_pairs.parts(0, self.run.max_eval_pairs)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for pairs in self.parts():
@@ -83,8 +83,8 @@ class HeldOutPairs:
         """`pairs.one_segment_accuracy`, by its name in metrics.json, to read a model's accuracy beside it."""
         if not self.make_batch.has_labels:
             return {}
-        first_window = self.pairs.window(0, 0)
-        accuracy = one_segment_accuracy(self.pairs.corpus, first_window, self.make_batch.vocab_size)
+        first_window = self.epoch_pairs.window(0, 0)
+        accuracy = one_segment_accuracy(self.epoch_pairs.corpus, first_window, self.make_batch.vocab_size)
         return {f"eval_{self.run.objective}_one_segment_accuracy": accuracy}
 
     def _labelled_parts(self):

@@ -147,6 +147,7 @@ class EpochPairs:
         firsts = [np.zeros(0, dtype=np.int64)]
         ends = [np.zeros(0, dtype=np.int64)]
         for source, turn in sorted(set(zip(sources.tolist(), turns.tolist(), strict=True))):
+            # The turn is a random order of the source's stretches; the window has those at some places of this order.
             is_of_turn = (sources == source) & (turns == turn)
             seed = (self.run.seed, _VISITS, source, turn)
             stretches = random_order(places[is_of_turn], int(self.stretch_counts[source]), seed)
@@ -191,7 +192,8 @@ class EpochPairs:
             stretches    00000000000000111111112222222222
 
         From the border at 10 on, C is the first document to begin: stretch 1 begins at 14. From the border at 20 to
-        that at 30 none begins: stretch 2 begins with a sentence of C, here at 22.
+        that at 30 none begins: stretch 2 begins with a sentence of C, here at 22. Stretch 3 begins at 32, the end of
+        the text: it is empty.
         """
         sentence_starts = self.corpus.sentence_starts
         document_starts = self.corpus.document_starts
@@ -234,7 +236,12 @@ class EpochPairs:
     # Pairs
 
     def window(self, epoch: int, number: int) -> np.ndarray:
-        """The pairs of one window, shuffled and with the keys of their masks: an array of `pairs.PAIR`."""
+        """
+        The pairs of one window, shuffled and with the keys of their masks: an array of `pairs.PAIR`.
+
+        Args:
+            number: of the window in its epoch, from 0.
+        """
         if self._open_window != (epoch, number):
             self._open_pairs = self._make_window(epoch, number)
             self._open_window = (epoch, number)

@@ -71,14 +71,14 @@ class Stage(NamedTuple):
 
     Args:
         first_step, end_step: the first of these steps, counted from 0, and the one after the last.
-        pairs: the pairs of all epochs with this sequence length.
+        epoch_pairs: the pairs of this sequence length, of all epochs.
         make_batch: makes micro-batches of them.
         pairs_a_step: the number of pairs in a step.
     """
 
     first_step: int
     end_step: int
-    pairs: EpochPairs
+    epoch_pairs: EpochPairs
     make_batch: BatchMaker
     pairs_a_step: int
 
@@ -114,9 +114,9 @@ class TrainingSteps:
         for planned, end_step in zip(planned_stages, ends, strict=True):
             if planned.length not in of_length:
                 of_length[planned.length] = _pairs_of_length(run, text, planned.length)
-            pairs, make_batch = of_length[planned.length]
+            epoch_pairs, make_batch = of_length[planned.length]
             pairs_a_step = run.pairs_a_step(planned.batch_size, planned.length)
-            self.stages.append(Stage(planned.first_step, end_step, pairs, make_batch, pairs_a_step))
+            self.stages.append(Stage(planned.first_step, end_step, epoch_pairs, make_batch, pairs_a_step))
 
     def check_place(self, done: int, cursor: Cursor, words: float) -> None:
         """
@@ -134,11 +134,11 @@ class TrainingSteps:
         most_taken = 0  # of the pairs from `START` on: fewer if a stage with a new length began there anew
         most_tokens = 0
         for stage in begun:
-            pairs = (min(done, stage.end_step) - stage.first_step) * stage.pairs_a_step
-            most_taken += pairs
-            most_tokens += pairs * stage.pairs.length
+            pairs_of_stage = (min(done, stage.end_step) - stage.first_step) * stage.pairs_a_step
+            most_taken += pairs_of_stage
+            most_tokens += pairs_of_stage * stage.epoch_pairs.length
         stage_of_cursor = begun[-1]
-        if not stage_of_cursor.pairs.has(cursor, most_taken):
+        if not stage_of_cursor.epoch_pairs.has(cursor, most_taken):
             raise ValueError(f"the text has no pairs at the place {list(cursor)}")
         corpus = stage_of_cursor.make_batch.corpus
         words_of_documents = np.diff(corpus.words_before)
@@ -156,11 +156,11 @@ class TrainingSteps:
             cursor: the `Step.cursor` of the step before.
         """
         for number, stage in enumerate(self.stages):
-            has_new_length = number > 0 and stage.pairs is not self.stages[number - 1].pairs
+            has_new_length = number > 0 and stage.epoch_pairs is not self.stages[number - 1].epoch_pairs
             for step in range(max(start, stage.first_step), stage.end_step):
                 if has_new_length and step == stage.first_step:
                     cursor = START
-                pairs, cursor = stage.pairs.take(cursor, stage.pairs_a_step)
+                pairs, cursor = stage.epoch_pairs.take(cursor, stage.pairs_a_step)
                 yield DrawnPairs(step, number, pairs, cursor)
 
     def make(self, drawn: DrawnPairs) -> Step:
@@ -191,23 +191,24 @@ class TrainingSteps:
         epochs = 0.0
         for stage in self.stages:
             pairs_of_stage = (stage.end_step - stage.first_step) * stage.pairs_a_step
-            epochs += pairs_of_stage / stage.pairs.pairs_in_an_epoch()
+            epochs += pairs_of_stage / stage.epoch_pairs.pairs_in_an_epoch()
         return epochs
 
 
 def _pairs_of_length(run, text, length):
     """The `EpochPairs` of a sequence length, one of which has a token to predict, and the `BatchMaker` for them."""
-    pairs = EpochPairs(text.train, run, length, text.corpus_name)
+    epoch_pairs = EpochPairs(text.train, run, length, text.corpus_name)
     make_batch = BatchMaker(text.train, text.tokenizer, run, length)
-    _check_has_target(pairs, make_batch)
-    return pairs, make_batch
+    _check_has_target(epoch_pairs, make_batch)
+    return epoch_pairs, make_batch
 
 
-def _check_has_target(pairs, make_batch):
+def _check_has_target(epoch_pairs, make_batch):
     """Raise `UserError` if no pair can be made, or the first windows with pairs have no token to predict."""
-    _, behind_first = pairs.take(START, 1)  # raises if there is no pair; else it stands in the first epoch with one
-    windows = itertools.islice(pairs.parts(behind_first.epoch), MOST_EMPTY_WINDOWS)
-    first_with_target(make_batch, windows, pairs.name)  # raises if there is no token to predict
+    # Raises if there is no pair. Else the cursor behind the first one stands in the first epoch with a pair.
+    _, behind_first = epoch_pairs.take(START, 1)
+    windows = itertools.islice(epoch_pairs.parts(behind_first.epoch), MOST_EMPTY_WINDOWS)
+    first_with_target(make_batch, windows, epoch_pairs.name)  # raises if there is no token to predict
 
 
 # ---------------------------------------------------------------------------------------------------------------------
