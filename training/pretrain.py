@@ -189,18 +189,18 @@ def train(
         on_main(start_trackers, accelerator, folder, record, progress.step)
         rows_of_checkpoint = resumed.state["rows"] if resumed else 0
         log = RunLog(accelerator, folder, run, architecture, progress, rows_of_checkpoint)
-        checkpoints = CheckpointSaver(learner, folder, text.tokenizer, run, identity, progress, resumed)
+        checkpoint_saver = CheckpointSaver(learner, folder, text.tokenizer, run, identity, progress, resumed)
         stop = StopSignals(accelerator)
-        loop = Loop(run, learner, held_out, one_segment_figures, progress, log, word_saver, checkpoints, stop)
+        loop = Loop(run, learner, held_out, one_segment_figures, progress, log, word_saver, checkpoint_saver, stop)
         # Within the block a signal ends the run after its step; before and after it, the process at once.
         with stop, contextlib.closing(log.bar), contextlib.closing(loop.steps_to_come(steps)) as steps_to_come:
-            loop.train(steps_to_come)
+            loop.take(steps_to_come)
             if stop.should_stop():  # a signal has come, perhaps in the last step
                 loop.end_early()
     word_saver.report_missing()
     model = learner.full_model(averaged=True)
     metrics = {
-        **log.evaluation_of_this_step(),
+        **log.evaluation_of_this_step(),  # the last one
         **log.initial_metrics(),
         **on_main(log.speed),
         "train_words_seen": progress.words_seen,
@@ -220,6 +220,7 @@ class Loop:
     Every process must call each method at the same point of the run.
 
     Args:
+        held_out: gives the micro-batches of an evaluation.
         one_segment_figures: what one segment alone tells (`HeldOutPairs.one_segment_accuracy`); the figures of each
             evaluation are logged together with these.
         progress: how far the run has come. The loop moves it on, and everything else here reads it.
@@ -232,7 +233,7 @@ class Loop:
     progress: Progress
     log: RunLog
     word_saver: WordSaver
-    checkpoints: CheckpointSaver
+    checkpoint_saver: CheckpointSaver
     stop: StopSignals
 
     def steps_to_come(self, steps: TrainingSteps) -> Iterator[Step]:
@@ -245,8 +246,12 @@ class Loop:
             lambda: bool(self.stop.received_signal),
         )
 
-    def train(self, steps_to_come: Iterator[Step]) -> None:
-        """Train to the last step; or until a signal stops the run, in all processes after the same step."""
+    def take(self, steps_to_come: Iterator[Step]) -> None:
+        """
+        Take the steps, and do after each what is due: log, evaluate, save.
+
+        Returns after the last step, or when a signal stops the run: in all processes after the same step.
+        """
         progress = self.progress
         log = self.log
         if self.must_evaluate_first():
@@ -260,7 +265,9 @@ class Loop:
             number = progress.step + 1
             rate = schedule.learning_rate(self.run, number)
             stats = self.learner.train_on(step, number, rate)
-            progress.add(step.cursor, step.words, bool(stats.skipped))
+            is_skipped = bool(stats.skipped)
+            is_last = number == self.run.max_steps
+            progress.add(step.cursor, step.words, is_skipped)
             log.add_step(stats, rate)
             due = schedule.due_after(self.run, number)
             if "log" in due:
@@ -270,10 +277,10 @@ class Loop:
                     self.evaluate()
                 # After a skipped step the weights may be bad, and each new checkpoint deletes an old one. The last
                 # step is saved all the same: the run publishes its weights.
-                if not progress.skipped_in_a_row:
+                if not is_skipped:
                     self.word_saver.save_due()
-                if "save" in due and (not progress.skipped_in_a_row or number == self.run.max_steps):
-                    self.checkpoints.save(len(log.rows))
+                if "save" in due and (is_last or not is_skipped):
+                    self.checkpoint_saver.save(len(log.rows))
 
     def must_evaluate_first(self) -> bool:
         """Whether the model is to be evaluated as it is now, before the next step."""
@@ -297,19 +304,21 @@ class Loop:
 
     def end_early(self) -> None:
         """
-        Save a checkpoint after a signal, and say how to go on.
+        Save a checkpoint after a signal, and say how to go on. None is saved after a skipped step, as in `take`; nor a
+        second one of the same step.
 
         Raises:
             SystemExit: always, with 128 plus the number of the signal: 143 after SIGTERM, 130 after Ctrl-C.
         """
         self.log.write_row()
-        saved_step = self.checkpoints.last.state["step"] if self.checkpoints.last else 0
+        saver = self.checkpoint_saver
+        saved_step = saver.last.state["step"] if saver.last else 0
         if self.progress.step > saved_step and not self.progress.skipped_in_a_row:
-            self.checkpoints.save(len(self.log.rows))
-        saved = self.checkpoints.last
+            saver.save(len(self.log.rows))
+        saved = saver.last
         name = signal_name(self.stop.agreed_signal)
         if saved:
-            which = "latest" if self.checkpoints.is_latest(saved) else saved.path
+            which = "latest" if saver.is_latest(saved) else saved.path
             logger.warning(
                 f"{name}: stopped; {saved.path} is saved; go on with the same command and --resume_from_checkpoint "
                 f"{which}"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from d2l_bert.messages import UserError, counted
 from d2l_bert.tokenization.prepared_folder import PreparedText
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.data.batches import Ranks
+from d2l_bert.training.data.rows import Ranks
 from d2l_bert.training.data.steps import TrainingSteps
 from d2l_bert.training.learner import Learner
 from d2l_bert.training.processes import on_main, together
@@ -85,7 +85,7 @@ def find_max_steps(run: PretrainConfig, text: PreparedText, learner: Learner, he
     from some steps that are timed here, and nothing watches the clock later.
 
     Args:
-        held_out: the batches of an evaluation, which `max_minutes` includes.
+        held_out: gives the micro-batches of an evaluation; `max_minutes` includes the time of evaluations.
 
     Raises:
         UserError: `max_minutes` has no time for two steps beside the evaluations.
@@ -93,7 +93,8 @@ def find_max_steps(run: PretrainConfig, text: PreparedText, learner: Learner, he
     if run.max_steps is not None:
         return run.max_steps
     with together():
-        steps = TrainingSteps(run, text, PROVISIONAL_STEPS, ranks, learner.accelerator.device.type == "cuda")
+        on_gpu = learner.accelerator.device.type == "cuda"
+        steps = TrainingSteps(run, text, PROVISIONAL_STEPS, ranks, on_gpu)
     if run.num_train_epochs is not None:
         epochs_a_step = steps.epochs() / PROVISIONAL_STEPS
         return max(1, math.ceil(run.num_train_epochs / epochs_a_step - 1e-6))  # not a step more for a rounding error
@@ -102,7 +103,8 @@ def find_max_steps(run: PretrainConfig, text: PreparedText, learner: Learner, he
     learner.reset_optimizers()
     start = time.monotonic()
     learner.evaluate(held_out)
-    return on_main(steps_for_minutes, run, step_seconds, time.monotonic() - start)
+    evaluation_seconds = time.monotonic() - start
+    return on_main(steps_for_minutes, run, step_seconds, evaluation_seconds)
 
 
 def time_steps(learner: Learner, steps: TrainingSteps) -> tuple[float, float]:
