@@ -18,13 +18,13 @@ from d2l_bert.__main__ import main
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.training import checkpoint, processes, run_folder
-from d2l_bert.training.checkpoint import folder_name, word_marks
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data.batches import words_in
 from d2l_bert.training.data.order import EpochPairs
 from d2l_bert.training.learner import Learner
 from d2l_bert.training.log import RunLog
 from d2l_bert.training.signals import StopSignals
+from d2l_bert.training.words_seen import folder_name, word_marks
 
 
 RUN = [*SMALL, "--mixed_precision=no", "--max_steps=10", "--save_total_limit=9", "--license=mit", "--eval_steps=4"]

@@ -53,7 +53,7 @@ def start(tmp_path, monkeypatch):
     def started(folder=tmp_path, step=0, accelerator=None, rows=0):
         accelerator = accelerator or Accelerator(cpu=True)
         run = PretrainConfig(corpus=["a"], objective="nsp", max_steps=20)
-        return RunLog(accelerator, folder, run, ARCHITECTURE, Progress(step=step, rows=rows))
+        return RunLog(accelerator, folder, run, ARCHITECTURE, Progress(step=step), rows)
 
     return started
 

@@ -40,7 +40,7 @@ def make(corpus, weights=()):
 
 def pieces_in(pairs, epoch):
     """The first sentence of each piece of an epoch's windows, and that after its last, in their order."""
-    pieces = [pairs.pieces(epoch, window) for window in range(pairs.windows(epoch))]
+    pieces = [pairs.pieces(epoch, window) for window in range(pairs.window_count(epoch))]
     return [span for firsts, ends in pieces for span in zip(firsts, ends, strict=True)]
 
 
@@ -92,7 +92,7 @@ def test_pairs_are_taken_from_window_to_window_and_have_masks_of_their_own(corpu
     """Also after a cursor that stands behind the last pair of a window, and without a look at what is before it."""
     with small(300, 4):
         whole = make(corpus)
-        windows = [whole.window(epoch, number) for epoch in range(6) for number in range(whole.windows(epoch))]
+        windows = [whole.window(epoch, number) for epoch in range(6) for number in range(whole.window_count(epoch))]
         expected = np.concatenate(windows)
         assert len(windows) == 54 and len(set(expected["key"].tolist())) == len(expected)
         for start in (1700, 400, len(windows[0]), 1):
@@ -118,7 +118,7 @@ def test_a_sentence_comes_as_often_as_the_weight_of_its_source_says(corpus, shar
     tokens, borders = np.diff(corpus.first_tokens([0, 50, 120])), corpus.document_starts[[0, 50, 120]]
     share = tokens[1] / tokens.sum() if share == "as it is" else share
     pairs = make(corpus, weights=(3 * (1 - share), 3 * share))  # up to a common factor
-    assert min(pairs.stretches) >= order.WEIGHTED_STRETCHES
+    assert min(pairs.stretch_counts) >= order.WEIGHTED_STRETCHES
     taken = [[one for piece in pieces_in(pairs, epoch) for one in range(*piece)] for epoch in range(5)]
     counts = np.array([np.bincount(found, minlength=borders[-1]) for found in taken])  # (epochs, sentences)
     for number, often in enumerate(np.array([1 - share, share]) * tokens.sum() / tokens):

@@ -82,13 +82,14 @@ def test_an_epoch_holds_each_pair_once(text, objective, pairing):
     steps = make_steps(text, packing=True, objective=objective, pairing=pairing)
     stage = steps.stages[0]
     assert stage.pairs_a_step == 32
-    whole_steps = -(-sum(len(stage.pairs.window(0, number)) for number in range(stage.pairs.windows(0))) // 32)
+    pairs_in_epoch = sum(map(len, stage.epoch_pairs.parts(0)))
+    whole_steps = -(-pairs_in_epoch // 32)
     held = [
         sequence
         for step in itertools.islice(steps.walk(), whole_steps)
         for sequence in sequences_of(step.micro_batches)
     ]
-    pairs, _ = stage.pairs.take(START, 32 * whole_steps)
+    pairs, _ = stage.epoch_pairs.take(START, 32 * whole_steps)
     expected = sequences_of(stage.make_batch(pairs[pair : pair + 1]) for pair in range(len(pairs)))
     assert sorted(held, key=str) == expected and whole_steps < 50
     assert all((label is None) == (objective == "none") for *_, label in expected)
@@ -150,7 +151,7 @@ def test_a_resumed_run_goes_on_from_the_cursor_of_the_step_before_and_lays_out_n
     cursor, expected = step_at(whole, step - 1).cursor, sequences_of(step_at(whole, step).micro_batches)
     again, laid_out, pieces = make_steps(text), [], EpochPairs.pieces
     for stage in again.stages:
-        stage.pairs._open_window = None  # a new process has laid out nothing
+        stage.epoch_pairs._open_window = None  # a new process has laid out nothing
 
     def recorded(pairs, epoch, window):
         laid_out.append((pairs.length, epoch, window))

@@ -1,4 +1,4 @@
-"""The step of a run: model and optimizers, trained, evaluated, saved and loaded."""
+"""The model of a run with its optimizers: takes a step, is evaluated, saved and loaded."""
 
 import contextlib
 import math
@@ -58,8 +58,9 @@ class Learner:
 
     Every process must call each method at the same point of the run.
 
-    `model` is the model as it was built; `wrapped_model` and `wrapped_optimizers` are what Accelerate made of it and
-    of the optimizers, for DDP, FSDP2 and fp16; `full_model()` is a copy on the CPU, with full tensors, for saving.
+    `model` and `optimizers` are as they were built; `wrapped_model` and `wrapped_optimizers` are what Accelerate made
+    of them for DDP, FSDP2 and fp16, and are what a step calls; `full_model()` is a copy on the CPU, with full tensors,
+    for saving.
 
     Args:
         model: a `D2lBertForPreTraining`, or, with `objective` none, a `D2lBertForMaskedLM`. FSDP2 replaces the model's
@@ -106,18 +107,20 @@ class Learner:
         Compute loss and gradient of a batch, and update the weights; not if the loss or the gradient is not finite.
 
         Each loss is a sum over the whole batch of all processes, divided once by the batch's count, so that the
-        gradient does not depend on how the batch is split. At a rate of 0 only optimizer state changes, which
-        `reset_optimizers` undoes.
+        gradient does not depend on how the batch is split.
 
         Args:
             micro_batches: this process's share of the batch, as dicts of the model's arguments.
             counts: of these micro-batches (`Step.counts`).
+            learning_rate: with 0, for a step that is only timed, no weight changes: the optimizers' state does, which
+                `reset_optimizers` undoes.
         """
         accelerator = self.accelerator
         model = self.wrapped_model
         device = accelerator.device
         total_counts = Counts(*accelerator.reduce(counts.to_tensor(device), "sum"))
-        # A step of nothing but `[UNK]` has no token to predict, and one without a pair has no label: a loss of 0 / 1.
+        # A step of nothing but `[UNK]` has no token to predict, and one without a labelled pair no label: its loss is
+        # then 0 / 1, not 0 / 0.
         divisors = {"num_items_in_batch": total_counts.masked_tokens.clamp(min=1)}
         if "next_sentence_label" in micro_batches[0]:
             divisors["num_pairs_in_batch"] = total_counts.examples.clamp(min=1)
@@ -143,7 +146,7 @@ class Learner:
         mlm_loss, pair_loss = accelerator.reduce(losses, "sum")
         # In the order of `StepStats`. All at once, as each number that is read from a GPU makes the CPU wait for it.
         figures = torch.stack([mlm_loss, pair_loss, norm.to(device), *total_counts]).tolist()
-        stats = StepStats(*figures, skipped=0.0)
+        stats = StepStats(*figures, skipped=0.0)  # as if it was not; see below
         is_loss_finite = math.isfinite(stats.mlm_loss) and math.isfinite(stats.pair_loss)
         is_gradient_finite = math.isfinite(stats.grad_norm)
         self._update_weights(learning_rate, is_loss_finite, is_gradient_finite)
@@ -193,15 +196,17 @@ class Learner:
         """
         if self.run.attn_implementation == VARLEN:  # held-out rows have padding
             self.model.set_attn_implementation("sdpa")
-        weights = self.average.in_place() if self.average else contextlib.nullcontext()
-        with self.accelerator.autocast(), weights:
+        averaged_weights = self.average.in_place() if self.average else contextlib.nullcontext()
+        with self.accelerator.autocast(), averaged_weights:
             sums = held_out_counts(self.wrapped_model, batches, self.accelerator.device)
             shards.reshard(self.wrapped_model)
         if self.run.attn_implementation == VARLEN:
             self.model.set_attn_implementation(VARLEN)
         sums = self.accelerator.reduce(sums, "sum")
-        is_measured = sums[SUMS.index("masked_tokens")] > 0
-        return held_out_metrics(sums, PAIR_TASKS.get(self.run.objective)) if is_measured else None
+        masked_tokens = sums[SUMS.index("masked_tokens")]
+        if masked_tokens == 0:
+            return None
+        return held_out_metrics(sums, PAIR_TASKS.get(self.run.objective))
 
     # -----------------------------------------------------------------------------------------------------------------
     # Save and load
@@ -217,11 +222,12 @@ class Learner:
         weights = self._gather(chosen)
         return shards.unsharded_model(self.model, weights) if self.accelerator.is_main_process else None
 
-    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+    def tensors_beside_model(self) -> dict[str, dict[str, torch.Tensor]]:
         """
-        What a checkpoint keeps beside the model, as full tensors on the CPU by the names of its files.
+        What a checkpoint keeps beside the model: for the name of each file, its tensors by their names.
 
-        The moments of the optimizers, and the average of the weights if there is one; empty outside the main process.
+        These are the tensors of the optimizers, by `moment_name`, and the average of the weights, by the names of the
+        parameters, if there is one: full tensors on the CPU in the main process, no tensors in the others.
         """
         averages = self.average.averages if self.average else {}
         return {
@@ -230,7 +236,7 @@ class Learner:
         }
 
     def bytes_in_checkpoint(self) -> int:
-        """The size of a checkpoint's tensors: the weights, and what `tensors` gives."""
+        """The size of a checkpoint's tensors: the weights, and those of `tensors_beside_model`."""
         tensors = [*self.parameters.values(), *self._moments().values()]
         if self.average:
             tensors += self.average.averages.values()
@@ -239,19 +245,20 @@ class Learner:
     @torch.no_grad()
     def load(self, saved: checkpoint.Checkpoint) -> None:
         """Load weights, optimizer state and the moving average from a checkpoint, whose identity is this run's."""
-        for name, tensor in self._read(saved.path / checkpoint.WEIGHTS_FILE, {*self.parameters}):
+        parameter_names = {*self.parameters}
+        for name, tensor in self._read(saved.path / checkpoint.WEIGHTS_FILE, parameter_names):
             self.parameters[name].copy_(tensor)
         self.model.tie_weights()
         optimizer_of = self._optimizer_of_parameters()
-        moments = set()
+        moment_names = set()
         for name, parameter in self.parameters.items():
-            moments |= {moment_name(name, key) for key in keys_of(optimizer_of[parameter])}
-        for full_name, tensor in self._read(saved.path / checkpoint.OPTIMIZER_FILE, moments):
-            name, key = parts_of_moment_name(full_name)
+            moment_names |= {moment_name(name, key) for key in keys_of(optimizer_of[parameter])}
+        for name_of_moment, tensor in self._read(saved.path / checkpoint.OPTIMIZER_FILE, moment_names):
+            name, key = parts_of_moment_name(name_of_moment)
             parameter = self.parameters[name]
             optimizer_of[parameter].state[parameter][key] = tensor
         if self.average is not None:
-            for name, tensor in self._read(saved.path / checkpoint.AVERAGE_FILE, {*self.parameters}):
+            for name, tensor in self._read(saved.path / checkpoint.AVERAGE_FILE, parameter_names):
                 self.average.averages[name].copy_(tensor)
         if self.accelerator.scaler:
             what = f"{saved.path / checkpoint.STATE_FILE}: the scaler of fp16 cannot be read"
@@ -288,10 +295,10 @@ class Learner:
 
     def _read_whole(self, path, names):
         """
-        The tensors in a file of a checkpoint, by their names.
+        The full tensors in a file of a checkpoint, by their names.
 
         Args:
-            names: of the tensors that the file must have.
+            names: of the tensors that the file must have, no more and no fewer: names of parameters, or of moments.
 
         Raises:
             UserError: the file is damaged; or a tensor is not one of this run by its name, shape or numbers, or is
@@ -302,12 +309,12 @@ class Learner:
             raise UserError(f"{path}: is missing; {way_out}")
         with explained(f"{path}: cannot be read", way_out, *READ_ERRORS, SafetensorError):
             tensors = load_file(path)
-        for full_name, tensor in tensors.items():
-            place = f"{path}: {full_name!r:.100}"
-            if full_name not in names:
+        for name, tensor in tensors.items():
+            place = f"{path}: {name!r:.100}"
+            if name not in names:
                 raise UserError(f"{place} is no tensor of this model; {way_out}")
-            name, key = parts_of_moment_name(full_name)
-            shape = () if key == "step" else tuple(self.parameters[name].shape)
+            parameter_name, key = parts_of_moment_name(name)
+            shape = () if key == "step" else tuple(self.parameters[parameter_name].shape)
             if tensor.shape != shape:
                 raise UserError(f"{place} has the shape {tuple(tensor.shape)}, and this run's has {shape}; {way_out}")
             if tensor.dtype != torch.float32:
@@ -323,10 +330,10 @@ class Learner:
 
     def _read(self, path, names):
         """
-        Yield the name of each tensor in a file of `tensors`, and the tensor, in every process.
+        Yield the name of each tensor in a file of a checkpoint, and the tensor, in every process.
 
-        The main process reads the file, and sends the tensors to the other processes. A tensor with the shape of its
-        parameter is sharded as the parameter is; Adam's step count has the shape ().
+        The main process reads the file (`_read_whole`), and sends the tensors to the other processes. A tensor with
+        the shape of its parameter is sharded as the parameter is; Adam's step count has the shape ().
         """
         is_main = self.accelerator.is_main_process
         device = self.accelerator.device
@@ -334,7 +341,8 @@ class Learner:
         # Every process learns what is coming; the tensors themselves follow one at a time.
         shapes = processes.on_main(lambda: {name: (tensor.shape, tensor.dtype) for name, tensor in whole.items()})
         for name, (shape, dtype) in shapes.items():
-            parameter = self.parameters[parts_of_moment_name(name)[0]]
+            parameter_name, _ = parts_of_moment_name(name)
+            parameter = self.parameters[parameter_name]
             tensor = whole[name].to(device) if is_main else torch.empty(shape, dtype=dtype, device=device)
             if isinstance(parameter, DTensor) and parameter.shape == shape:
                 yield name, distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
@@ -342,16 +350,21 @@ class Learner:
                 yield name, broadcast(tensor)
 
 
-def moment_name(parameter: str, key: str) -> str:
-    """The name of an optimizer's tensor in a checkpoint, from the names of the parameter and of the tensor."""
-    return f"{parameter}|{key}"
+def moment_name(parameter_name: str, key: str) -> str:
+    """
+    The name in a checkpoint of a tensor that an optimizer keeps of a parameter: `pooler.weight|exp_avg`.
+
+    Args:
+        key: the optimizer's name for the tensor, one of `keys_of`.
+    """
+    return f"{parameter_name}|{key}"
 
 
 def parts_of_moment_name(name: str) -> tuple[str, str]:
     """
-    The names of the parameter and of the tensor: `pooler.weight` and `exp_avg` of `pooler.weight|exp_avg`.
+    The name of the parameter, and the key: (`pooler.weight`, `exp_avg`) of `pooler.weight|exp_avg`.
 
-    Of the name of a parameter itself, as weights and averages have it, that name and "".
+    A weight or an average has the name of its parameter alone, and no key: (`pooler.weight`, "") of `pooler.weight`.
     """
-    parameter, _, key = name.partition("|")
-    return parameter, key
+    parameter_name, _, key = name.partition("|")
+    return parameter_name, key

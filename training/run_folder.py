@@ -48,7 +48,8 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 # Of a fine-tuning: the folder with a folder for each rate and seed, and the table of predictions.
-ATTEMPTS, PREDICTIONS_FILE = "attempts", "predictions.csv"
+ATTEMPTS = "attempts"
+PREDICTIONS_FILE = "predictions.csv"
 
 
 def check_output_folder(run, folder: Path, start_model: str | None, is_finetuning: bool = False) -> None:
@@ -89,14 +90,17 @@ def check_output_folder(run, folder: Path, start_model: str | None, is_finetunin
             raise UserError(
                 f"{place}: resume_from_checkpoint continues a run and overwrite_output_dir replaces the run; give one"
             )
-    elif wanted not in (None, "latest"):
+        return  # the run is replaced
+    if wanted not in (None, "latest"):
         if folders.real(wanted).parent != folders.real(folder):
             raise UserError(f"{place}: holds another run than that of {wanted}; name a new folder")
-    elif _is_finished_without_checkpoint(folder, entries) and not is_finetuning:
-        # A finished fine-tuning may get further seeds.
+        return  # the run goes on from `wanted`
+    # A finished fine-tuning may get further seeds. A pretraining goes on from a checkpoint alone.
+    if not is_finetuning and _is_finished_without_checkpoint(folder, entries):
         raise UserError(f"{place}: holds a finished run and no checkpoint to go on from; {ways_out}")
-    elif wanted is None:
+    if wanted is None:
         raise UserError(f"{place}: holds a run; go on with --resume_from_checkpoint latest, {ways_out}")
+    # "latest": the run goes on.
 
 
 def _entries_of_runs(folder):
@@ -107,6 +111,7 @@ def _entries_of_runs(folder):
 
 
 def _is_finished_without_checkpoint(folder, entries):
+    """Whether a folder has a finished model, which is all that can be read of its run."""
     return checkpoint.WEIGHTS_FILE in entries and not checkpoint.checkpoints(folder)
 
 
@@ -185,8 +190,9 @@ def local_paths(run: PretrainConfig, text) -> dict[str, dict]:
     The options that are local paths, not names on the Hub.
 
     Returns:
-        By path, a dict: `name`, the last part of the path, and `fingerprint`, a hash of what the run read there (for a
-        validation text, of all its tokens). `fingerprint` is None for `output_dir` and `resume_from_checkpoint`.
+        For each path a dict: `name`, the last part of the path, and `fingerprint`, a hash of what the run read there
+        (for a validation text, of all its tokens). `fingerprint` is None for `output_dir` and
+        `resume_from_checkpoint`.
     """
     fingerprints = {}
     for path in (run.output_dir, run.resume_from_checkpoint):
@@ -214,11 +220,12 @@ def architecture_numbers(architecture: D2lBertConfig) -> dict:
 
 def start_folder(folder: Path, record: dict, start_step: int) -> None:
     """
-    Write `run_config.json`, and delete the checkpoints of an earlier run after step `start_step`.
+    Make the folder of a run ready for its next step: delete what no longer holds, and write `run_config.json`.
 
-    Unfinished checkpoints, which a killed run left, are deleted, too. A run that starts from step 0 also deletes an
-    earlier run's weights, metrics, curves and card. A resumed run keeps a finished model and its `run_config.json`
-    until `finish_folder` replaces both.
+    - Every run deletes the checkpoints after step `start_step`, and unfinished ones, which a killed run left.
+    - A run from step 0 deletes an earlier run's weights, metrics, curves and card, too.
+    - A run that resumes a finished one keeps the finished model and its `run_config.json` until `finish_folder`
+      replaces both.
 
     Args:
         record: the content of `run_config.json`.
@@ -243,7 +250,8 @@ def start_folder(folder: Path, record: dict, start_step: int) -> None:
             for name in (checkpoint.WEIGHTS_FILE, *others):
                 (folder / name).unlink(missing_ok=True)
                 folders.sync(folder)
-        if not (folder / checkpoint.WEIGHTS_FILE).exists():
+        is_finished = (folder / checkpoint.WEIGHTS_FILE).exists()  # the run to resume; a new one has no weights here
+        if not is_finished:
             # Before the log, because `check_output_folder` refuses a folder with a log and no run_config.json.
             folders.write_json(folder / card.RUN_FILE, record)
 
@@ -382,14 +390,14 @@ def check_identity(then: dict, now: dict, place: str, weights: Path | None = Non
 
     Args:
         then, now: what the run was made of when it was started, as a JSON file has it, and now; by the names in error
-            messages.
-        place: what it is to go on with.
+            messages (`make_identity`).
+        place: the folder of the run or checkpoint, for the message.
         weights: a checkpoint that a run of another length may start from.
 
     Raises:
         UserError: they differ; the message names the first difference.
     """
-    now = json.loads(json.dumps(now))
+    now = json.loads(json.dumps(now))  # as `then`, with lists for tuples
     for name, value in now.items():
         if then.get(name) == value:
             continue

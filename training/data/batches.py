@@ -58,14 +58,14 @@ class BatchMaker:
     `[UNK]` stays in the input and is never predicted: it hides which word it was, so predicting it teaches nothing.
 
     Args:
-        tokens: the corpus of the pairs.
+        corpus: the text that the pairs are of.
         run: its options say what is masked, and whether pairs have labels (`objective`). Without another share, as
             many tokens are predicted as in the last step of the run.
         max_seq_length: the most tokens in a row.
     """
 
-    def __init__(self, tokens: TokenizedCorpus, tokenizer, run, max_seq_length: int):
-        self.tokens = tokens
+    def __init__(self, corpus: TokenizedCorpus, tokenizer, run, max_seq_length: int):
+        self.corpus = corpus
         self.run = run
         self.max_seq_length = max_seq_length
         self.cls = tokenizer.cls_token_id
@@ -87,8 +87,10 @@ class BatchMaker:
         rows: Sequence[Sequence[int]] | None = None,
     ) -> dict[str, torch.Tensor]:
         """
-        First each pair is masked in a row of its own, as its masks must not depend on other pairs. Packed rows are
-        then made of these rows.
+        The micro-batch of some pairs.
+
+        Each pair is first masked in a row of its own, as its masks must not depend on other pairs. With `rows` given,
+        packed rows are then made of these rows.
 
         Args:
             pairs: an array of `pairs.PAIR`. A pair's masks follow from its key, and do not depend on other pairs.
@@ -119,15 +121,16 @@ class BatchMaker:
 
     def empty(self) -> dict[str, torch.Tensor]:
         """A micro-batch without labels, with a loss of 0: for a process that has fewer rows than other processes."""
-        label = {"next_sentence_label": torch.tensor([-100])} if self.has_labels else {}
-        return {
+        arguments = {
             "input_ids": torch.tensor([[self.cls, self.sep, self.sep]]),
             "token_type_ids": torch.zeros((1, 3), dtype=torch.int64),
             "attention_mask": torch.ones((1, 3), dtype=torch.int64),
             "masked_positions": torch.zeros((1, 1), dtype=torch.int64),
             "labels": torch.tensor([[-100]]),
-            **label,
         }
+        if self.has_labels:
+            arguments["next_sentence_label"] = torch.tensor([-100])
+        return arguments
 
     def _one_pair_a_row(self, pairs, share):
         """
@@ -138,9 +141,10 @@ class BatchMaker:
             each token is to be predicted (n, T).
         """
         ids, is_real, is_of_text, is_second = self._rows_of_ids(pairs)
+        is_maskable = is_of_text & (ids != self.unknown)
         masked, is_predicted = masking.mask_tokens(
             ids,
-            is_of_text & (ids != self.unknown),
+            is_maskable,
             pairs["key"],
             mask_token_id=self.mask,
             first_ordinary_id=self.first_ordinary_id,
@@ -187,8 +191,8 @@ class BatchMaker:
         offset_of_a = a_start - 1
         offset_of_b = b_start - b_column
         token = column + np.where(is_before_b, offset_of_a, offset_of_b)
-        ids_of_text = self.tokens.ids[token[is_of_text]]
-        self.tokens.check_ids(ids_of_text, self.vocab_size)
+        ids_of_text = self.corpus.ids[token[is_of_text]]
+        self.corpus.check_ids(ids_of_text, self.vocab_size)
         ids[is_of_text] = ids_of_text
         return ids, is_real, is_of_text, is_real & ~is_before_b
 
@@ -237,9 +241,10 @@ def _places_of(lengths, pairs_in_row):
     columns 0 9 0.
     """
     row = np.repeat(np.arange(len(pairs_in_row)), pairs_in_row)
-    starts = np.cumsum(lengths) - lengths  # if all rows stood one after the other
-    first_pairs = np.cumsum(pairs_in_row) - pairs_in_row
-    return Places(row, number=ranges(0, pairs_in_row), column=starts - starts[first_pairs][row])
+    tokens_before = np.cumsum(lengths) - lengths  # before each pair, in all rows: 0 9 13 above
+    first_pair_of_row = np.cumsum(pairs_in_row) - pairs_in_row  # 0 2 above
+    tokens_before_row = tokens_before[first_pair_of_row]  # 0 13 above
+    return Places(row, number=ranges(0, pairs_in_row), column=tokens_before - tokens_before_row[row])
 
 
 def _packed_labels(pairs, places):
@@ -262,13 +267,15 @@ def _masked_positions(ids, is_predicted, places):
         places: of the pairs in the rows of the micro-batch; the rows ascend.
     """
     predicted_in_pair = is_predicted.sum(1)
-    slots_in_row = np.bincount(places.row, weights=predicted_in_pair).astype(int)
+    predicted_in_row = np.bincount(places.row, weights=predicted_in_pair).astype(int)
     # At least one slot, which holds no label where every token is `[UNK]`: attention fails without a query.
-    shape = (len(slots_in_row), max(1, slots_in_row.max()))
+    slots = max(1, predicted_in_row.max())
+    shape = (len(predicted_in_row), slots)
+    # Of each predicted token: its pair and its column there; its row and its slot there. Pairs, and so their predicted
+    # tokens, stand in the order of rows.
     pair, column = is_predicted.nonzero()
     row = places.row[pair]
-    # The number of each predicted token in its row. Pairs, and so their predicted tokens, stand in the order of rows.
-    slot = ranges(0, slots_in_row)
+    slot = ranges(0, predicted_in_row)
     masked_positions = np.zeros(shape, dtype=np.int64)
     masked_positions[row, slot] = places.column[pair] + column
     labels = np.full(shape, -100)

@@ -34,19 +34,20 @@ def with_objective(run, text):
     if run.objective == "none":
         return run
     objective = "nsp" if run.objective == "auto" else run.objective
-    of_pairs = dataclasses.replace(run, objective=objective)
+    run_on_pairs = dataclasses.replace(run, objective=objective)
     short = PAIR_TASKS[objective].short
-    pairs = EpochPairs(text.train, of_pairs, run.max_seq_length, text.corpus_name)
-    rows = next(pairs.parts(0), np.zeros(0, dtype=PAIR))
+    epoch_pairs = EpochPairs(text.train, run_on_pairs, run.max_seq_length, text.corpus_name)
+    rows = next(epoch_pairs.parts(0), np.zeros(0, dtype=PAIR))  # of the first window with a row
     has_label = rows["next_sentence_label"] != NO_LABEL
-    share_kept = _share_kept(text.train, rows, *pairs.pieces(0, 0))
+    firsts, ends = epoch_pairs.pieces(0, 0)
+    share_kept = _share_kept(text.train, rows, firsts, ends)
     reason = _reason_against(run, rows, share_kept, short)
     if reason is None:
         logger.info(
             f"{has_label.sum() / max(len(rows), 1):.1%} of the rows are pairs with a label for {short}; rows of "
             f"{run.max_seq_length} hold {share_kept:.0%} of the tokens, the others are cut off"
         )
-        return of_pairs
+        return run_on_pairs
     if run.objective != "auto":
         raise UserError(
             f"objective {run.objective}: {reason}; give objective none, or documents of several sentences (see "
@@ -82,6 +83,6 @@ def _reason_against(run, rows, share_kept, short):
 
 
 def _share_kept(corpus, rows, firsts, ends):
-    """The share of the tokens of these sentences, from `firsts` to `ends` - 1, that rows hold."""
+    """The share of the tokens that rows hold, of pieces with the sentences from `firsts` to `ends` - 1."""
     tokens = (corpus.sentence_starts[ends] - corpus.sentence_starts[firsts]).sum()
     return tokens_in(rows).sum() / max(tokens, 1)
