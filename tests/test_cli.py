@@ -141,17 +141,31 @@ def test_help_and_errors_of_a_command_load_its_options_alone(tmp_path, words, pa
         assert not {"torch", "transformers"} & modules
 
 
+@pytest.mark.parametrize("word", ["--help", "--version"])
+def test_help_of_python_m_loads_no_library_either(word):
+    command = [sys.executable, "-X", "importtime", "-m", "d2l_bert", word]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == 0 and "d2l-bert" in done.stdout and "d2l_bert.commands" in modules
+    assert not {"torch", "numpy", "transformers", "tokenizers", *OF_WORK} & modules
+    assert ours(modules) <= OF_OPTIONS
+
+
 PROGRAMS = {
     "ours first": "import d2l_bert, transformers",
     "ours last": "import transformers; from transformers import AutoModelForMaskedLM; import d2l_bert",
     "the command's module": "from d2l_bert.__main__ import main; import d2l_bert, transformers",
+    "a module that imports Transformers": "from d2l_bert.modeling import conversion; import d2l_bert, transformers",
+    "a module of the registration": "from d2l_bert import pair_tasks; import d2l_bert, transformers",
+    "a public name": "from d2l_bert import D2lBertConfig; import d2l_bert, transformers",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("imports", PROGRAMS.values(), ids=PROGRAMS)
-def test_a_program_that_imports_the_package_can_load_its_models_at_once(tmp_path, imports):
-    program = tmp_path / "program.py"
+@pytest.mark.parametrize("name", ["program.py", "d2l-bert"])
+def test_a_program_that_imports_the_package_can_load_its_models_at_once(tmp_path, name, imports):
+    program = tmp_path / name
     program.write_text(f"""
 {imports}
 import json, sys
