@@ -209,7 +209,8 @@ def has_collapsed(metrics: dict) -> bool:
 # The baseline: what a model scores that reads no text, and only knows how frequent tokens or labels are
 
 
-# The entry of metrics.json with the baseline of a fine-tuning, by the split; None for a task without one.
+# The entry of metrics.json with the baseline of each split of a fine-tuning, None for a task without one. A baseline
+# knows nothing of the text.
 BASELINES = "know_nothing"
 
 

@@ -20,9 +20,9 @@ MODEL = "model"
 
 # The tasks, as Transformers names them: its pipelines, its examples, and the `problem_type` of several labels and of
 # numbers. `all_tasks.py` has a class for each.
-TASKS_OF_PAIRS = ("text-classification", "multi_label_classification", "regression")  # a text, or a pair of texts
-TASKS_OF_CONTEXTS = ("question-answering", "multiple-choice")
-TASKS = (*TASKS_OF_PAIRS, "token-classification", *TASKS_OF_CONTEXTS)
+TEXT_TASKS = ("text-classification", "multi_label_classification", "regression")  # of a text, or of a pair of texts
+CONTEXT_TASKS = ("question-answering", "multiple-choice")
+TASKS = (*TEXT_TASKS, "token-classification", *CONTEXT_TASKS)
 
 # Other names that `task` takes.
 SHORT_NAMES = {
@@ -33,12 +33,12 @@ SHORT_NAMES = {
     "multiple_choice": "multiple-choice",
 }
 
-# The tasks of the options that are not for all tasks.
-TASKS_OF = {
-    "text_column": (*TASKS_OF_PAIRS, "token-classification"),
-    "text_pair_column": TASKS_OF_PAIRS,
-    "context_column": TASKS_OF_CONTEXTS,
-    "question_column": TASKS_OF_CONTEXTS,
+# For each option that is not for all tasks, the tasks that have it.
+TASKS_WITH_OPTION = {
+    "text_column": (*TEXT_TASKS, "token-classification"),
+    "text_pair_column": TEXT_TASKS,
+    "context_column": CONTEXT_TASKS,
+    "question_column": CONTEXT_TASKS,
     "choices_column": ("multiple-choice",),
     "label_separator": ("multi_label_classification",),
     "doc_stride": ("question-answering",),
@@ -308,7 +308,7 @@ class FinetuneConfig(Options):
             yield "train_file and dataset both give the training rows; give one"
         if self.train_file is None and self.dataset_name() is None:
             yield "train_file is missing; give --train_file FILE, or --dataset ID"
-        for name, tasks in TASKS_OF.items():
+        for name, tasks in TASKS_WITH_OPTION.items():
             if name in given and self.task_type not in tasks:
                 yield f"{name} is for --task {' or '.join(tasks)}; leave it out"
         if self.train_file:

@@ -63,13 +63,13 @@ class Outcome(NamedTuple):
     The results of a run's models, without those that diverged.
 
     Args:
-        rates: of each rate with the first seed.
-        seeds: of each seed with the best rate.
-        best: the best one of `seeds`, whose model is kept.
+        of_rates: of each rate with the first seed.
+        of_seeds: of each seed with the best rate.
+        best: the best one of `of_seeds`, whose model is kept.
     """
 
-    rates: list[Result]
-    seeds: list[Result]
+    of_rates: list[Result]
+    of_seeds: list[Result]
     best: Result
 
 

@@ -271,14 +271,14 @@ def finish(plan: Plan, record: dict, outcome: Outcome) -> str:
     saved = plan.folder_of(best) / MODEL_FOLDER
     with messages.reading_model(str(saved)):
         model = getattr(transformers, plan.task.auto_class).from_pretrained(saved, trust_remote_code=False)
-    outputs = {}
+    row_results = {}
     for name, split in plan.splits.items():
         is_predicted = name == "test"  # its predictions are written to a table
         if is_predicted or name == plan.reported():
-            logits = plan.task.rescaled(predict(plan, model, name).logits)
-            outputs[name] = plan.task.row_outputs(split, plan.features[name].windows, logits)
-    if outputs:
+            logits = predict(plan, model, name).logits
+            row_results[name] = plan.task.row_results(split, plan.features[name], logits)
+    if row_results:
         # For the model's config.json: a run with predictions writes "use_cache": false there, as in the releases in
         # which Trainer predicted and set it.
         model.config.use_cache = False
-    return processes.on_main(write_folder, plan, record, model, outputs, outcome)
+    return processes.on_main(write_folder, plan, record, model, row_results, outcome)
