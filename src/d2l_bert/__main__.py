@@ -262,9 +262,9 @@ def _add_arguments(parser, name, command, argv):
             group.add_argument(argument, **how)
     if name == "pretrain":
         _add_recipe(parser, argv, shows_all)
-    elif command.options:
+    elif command.options_class:
         # Named by a string in `commands.py` and imported here: no command waits for the imports of another one.
-        config_class = pkgutil.resolve_name(f"d2l_bert.{command.options}")
+        config_class = pkgutil.resolve_name(f"d2l_bert.{command.options_class}")
         config = config_class()
         parser.set_defaults(config=config)
         options.add_options(parser, config, shows_all)

@@ -52,7 +52,7 @@ def write_folder(plan: Plan, record: dict, model, row_results: dict, outcome: Ou
         title = f"{folder.resolve().name}: {plan.config.task}, {kept_folder.name}"
         pictures.plot_finetuning(outcome.best["log"], plan.metric, title, partial / card.CURVES_FILE)
         metrics["pictures"] = {card.CURVES_FILE: "Loss and metric over the steps"}
-        reported = plan.reported()
+        reported = plan.reported_by_class()
         sides = plan.task.sides(plan.splits[reported], row_results[reported]) if reported else None
         if sides:
             metrics["classification_report"] = {reported: scoring.report_by_class(*sides)}

@@ -122,7 +122,7 @@ class Plan:
         """The splits to measure on: `validation`, `test`, as far as they have labels."""
         return [name for name, split in self.splits.items() if name != "train" and split.is_labelled]
 
-    def reported(self) -> str | None:
+    def reported_by_class(self) -> str | None:
         """The split to report on by class: `test`, or `validation` if the test rows have no labels; None without."""
         measured = self.measured()
         return measured[-1] if measured else None
