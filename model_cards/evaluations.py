@@ -15,7 +15,7 @@ from d2l_bert.model_cards.figures import (
     BLIMP_ONE_OF_EACH,
     BLIMP_PHENOMENON,
     MINIMAL_PAIRS_KEY,
-    evaluated_metrics,
+    evaluated_figures,
 )
 from d2l_bert.model_cards.markdown import shown
 from d2l_bert.model_cards.metadata import eval_results
@@ -134,7 +134,7 @@ def _new_results(card, before, metrics, record):
     """The results in the card's metadata: those of others stay, those of `d2l-bert evaluate` are of `metrics`."""
     # An earlier version has given BLiMP's name to figures on any pairs.
     names = {BLIMP_NAME}
-    for figure in (*evaluated_metrics(before), *evaluated_metrics(metrics)):
+    for figure in (*evaluated_figures(before), *evaluated_figures(metrics)):
         names.add(figure.name)
     of_others = [result for result in card.data.eval_results or [] if result.metric_name not in names]
     ours = [result for result in eval_results(metrics, record, None) if result.metric_name in names]

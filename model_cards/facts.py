@@ -200,8 +200,8 @@ def _text_read(records):
     return f"{name}{size}, {counted(data['train_documents'], 'document')}"
 
 
-def training_rows(records: Records) -> dict[str, str]:
-    """The rows of the table of the model and its training; only the model's without a run."""
+def pretraining_rows(records: Records) -> dict[str, str]:
+    """The rows of the table of a pretrained model and its training; only the model's without a run."""
     rows = {"model": _size(records.config), "tokenizer": _tokenizer(records)}
     run = records.run
     if run:
@@ -517,7 +517,7 @@ def own_rows(metrics: dict) -> list[list[str]]:
     """The cells of a run's own figures: name, value, and the baseline's value."""
     baseline = figures.baseline_figures(metrics)
     rows = []
-    for figure in figures.own_metrics(metrics):
+    for figure in figures.own_figures(metrics):
         value = figures.formatted(metrics[figure.key], figure.unit)
         of_baseline = figures.formatted(baseline[figure.key], figure.unit) if figure.key in baseline else ""
         rows.append([cell(figure.name), value, of_baseline])
@@ -527,7 +527,7 @@ def own_rows(metrics: dict) -> list[list[str]]:
 def measured_on_texts(metrics: dict) -> list[Measured]:
     """The figures of `d2l-bert evaluate`, by the text or the data set, in the order of their names."""
     by_text: dict[str, list[figures.CardFigure]] = {}
-    for figure in figures.evaluated_metrics(metrics):
+    for figure in figures.evaluated_figures(metrics):
         if figure.origin == figures.Origin.EVALUATION:
             by_text.setdefault(figure.text.lower(), []).append(figure)
     return [_measured(of_text, metrics) for _, of_text in sorted(by_text.items())]
@@ -595,13 +595,13 @@ def _text_measured_on(text, metrics):
     return f"{words}:"
 
 
-def finetuned_rows(metrics: dict) -> list[list[str]]:
+def rows_of_models_tuned_from_it(metrics: dict) -> list[list[str]]:
     """
-    The cells of figures of models that were fine-tuned from this one: the task; the figure from this model, and from
-    scratch, each with its standard deviation; and the number of seeds.
+    The cells of figures of models that were fine-tuned from this one, whose card it is: the task; the figure from this
+    model, and from scratch, each with its standard deviation; and the number of seeds.
     """
     rows = []
-    for figure in figures.evaluated_metrics(metrics):
+    for figure in figures.evaluated_figures(metrics):
         if figure.origin == figures.Origin.FINETUNING:
             task = figure.key.split("/")[1]
             tuned = _with_deviation(figure.key, figure.unit, metrics)

@@ -67,8 +67,8 @@ class CardFigure(NamedTuple):
         unit: `nats`, `%`, `1` (a number with four decimals) or "" (with one decimal).
         metric_type: the kind of the metric in the card's metadata, by the Hub's name where it has one.
         task: in the card's metadata; None for a figure that the metadata leave out.
-        key: in metrics.json. The tables below leave it out, with what follows: a figure of theirs, such as the MLM
-            loss, is there for the run and for each text.
+        key: in metrics.json. `ON_ROWS` and `ON_A_TEXT` leave it out, with what follows: a figure of theirs stands
+            under several keys, such as the MLM loss under "eval_mlm_loss" and "eval/wikitext-2/mlm_loss".
         origin: see `Origin`.
         split: of the run's own figures, what they were measured on: `eval` for held-out text, else `validation` or
             `test` for the rows of a table.
@@ -85,9 +85,9 @@ class CardFigure(NamedTuple):
     text: str = ""
 
 
-# The figures of a fine-tuning, by their keys in metrics.json without `validation_` or `test_`. A number of the unit
-# `1` is from -1 to 1, or from 0 on.
-METRICS = {
+# The figures of a fine-tuning, on the rows of a table, by their keys in metrics.json without `validation_` or `test_`.
+# A number of the unit `1` is from -1 to 1, or from 0 on.
+ON_ROWS = {
     "accuracy": CardFigure("accuracy", "%", "accuracy", OWN_TASK),
     "f1": CardFigure("f1", "%", "f1", OWN_TASK),
     "accuracy_f1_mean": CardFigure("accuracy f1 mean", "%", "mean of accuracy and F1", OWN_TASK),
@@ -136,23 +136,23 @@ ACCURACY_ON_PAIRS = CardFigure("accuracy on minimal pairs", "%", "accuracy", MIN
 COLLAPSED = 0.95
 
 
-def reported_metrics(metrics: dict) -> list[CardFigure]:
+def reported_figures(metrics: dict) -> list[CardFigure]:
     """The figures that the card shows, as far as `metrics` (the content of metrics.json) has them."""
-    return [*own_metrics(metrics), *evaluated_metrics(metrics)]
+    return [*own_figures(metrics), *evaluated_figures(metrics)]
 
 
-def own_metrics(metrics: dict) -> list[CardFigure]:
-    """As `reported_metrics`, but only the figures of the run itself: on held-out text, or on rows of a table."""
+def own_figures(metrics: dict) -> list[CardFigure]:
+    """As `reported_figures`, but only the figures of the run itself: on held-out text, or on rows of a table."""
     known = [figure._replace(key=f"eval_{name}", split="eval") for name, figure in ON_A_TEXT.items()]
     for split in ("validation", "test"):
         for name in metrics.get("metrics_shown", []):
-            figure = METRICS.get(name) or CardFigure(name.replace("_", " "), "1", name, OWN_TASK)
+            figure = ON_ROWS.get(name) or CardFigure(name.replace("_", " "), "1", name, OWN_TASK)
             known.append(figure._replace(name=f"{split} {figure.name}", key=f"{split}_{name}", split=split))
     return [figure for figure in known if figure.key in metrics]
 
 
-def evaluated_metrics(metrics: dict) -> list[CardFigure]:
-    """As `reported_metrics`, but only the figures that were measured after the run."""
+def evaluated_figures(metrics: dict) -> list[CardFigure]:
+    """As `reported_figures`, but only the figures that were measured after the run."""
     found = (_evaluated_figure(key, metrics) for key in metrics)
     return [figure for figure in found if figure is not None]
 
@@ -188,7 +188,7 @@ def _figure_on_text(key, text, name):
 
 def _figure_of_finetuning(key, task, split, name):
     """The figure of this name on a task; None if it is unknown."""
-    figure = METRICS.get(name)
+    figure = ON_ROWS.get(name)
     if figure is None:
         return None
     return figure._replace(name=f"{task}: {split} {figure.name}", key=key, task=None, origin=Origin.FINETUNING)
@@ -209,7 +209,8 @@ def has_collapsed(metrics: dict) -> bool:
 # The baseline: what a model scores that reads no text, and only knows how frequent tokens or labels are
 
 
-# The entry of metrics.json with the baseline of a fine-tuning, by the split; None for a task without one.
+# The entry of metrics.json with the baseline of each split of a fine-tuning, None for a task without one. A baseline
+# knows nothing of the text.
 BASELINES = "know_nothing"
 
 
@@ -246,7 +247,7 @@ def formatted(value: float, unit: str) -> str:
 
 def shown_metric(name: str, value: float) -> str:
     """The value of a metric for a table: in percent, or with four decimals."""
-    return formatted(value, METRICS[name].unit if name in METRICS else "1")
+    return formatted(value, ON_ROWS[name].unit if name in ON_ROWS else "1")
 
 
 def any_baseline(metrics: dict) -> dict | None:

@@ -69,7 +69,7 @@ def eval_results(metrics: dict, record: dict, pipeline_tag: str | None) -> list[
     data = record.get("data", {})
     measured_on = _measured_on(record)
     results = []
-    for figure in figures.reported_metrics(metrics):
+    for figure in figures.reported_figures(metrics):
         name = figure.text or measured_on.get(figure.split)
         if figure.task is None or not name or not math.isfinite(metrics[figure.key]):
             continue

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from d2l_bert.messages import shortened
-from d2l_bert.model_cards.figures import METRICS
+from d2l_bert.model_cards.figures import ON_ROWS
 from d2l_bert.pair_tasks import pair_task
 
 
@@ -89,7 +89,7 @@ def plot_finetuning(rows: list[dict], metric: str, title: str, path: Path) -> No
 
     panels = {"loss": {"training": "loss", "validation": "eval_loss"}}
     if metric != "loss" and any("eval_loss" in row for row in rows):
-        unit = " (%)" if METRICS[metric].unit == "%" else ""
+        unit = " (%)" if ON_ROWS[metric].unit == "%" else ""
         panels[metric.replace("_", " ") + unit] = {"validation": f"eval_{metric}"}
     with matplotlib.rc_context(AS_TEXT):
         figure = panels_of_curves(rows, panels)

@@ -419,7 +419,7 @@ def test_the_first_piece_of_a_word_has_the_label_and_every_word_is_in_one_window
     logits = np.full((len(features.inputs), 40, len(task.classes)), -100.0)
     for scores, row in zip(logits, features.inputs, strict=True):
         scores[: len(row["labels"])] = np.eye(len(task.classes))[np.maximum(row["labels"], 0)]
-    tags = task.row_outputs(split, features.windows, logits)
+    tags = task.by_row(split, features.windows, logits)
     assert task.predictions(split, tags)["prediction"] == [row["ner_tags"] for row in rows]
     assert task.metrics(split, tags)["f1"] == 1
 
@@ -485,7 +485,7 @@ def test_the_best_span_is_that_of_trying_all_spans(long_answers):
             begin = int(window.places[one - 1, 0]) if one else None
             score, share = of_window[one, 0] + of_window[other, 1], shares[one, 0] * shares[other, 1]
             spans[window.row].append((score, share, begin))
-    for span, of_row in zip(task.row_outputs(split, features.windows, scores), spans, strict=True):
+    for span, of_row in zip(task.by_row(split, features.windows, scores), spans, strict=True):
         nothing = min(span for span in of_row if span[2] is None)
         expected = max([nothing, *(span for span in of_row if span[2] is not None)])
         assert (span.score, span.probability, span.begin) == pytest.approx(expected, abs=1e-5)
@@ -499,11 +499,11 @@ def test_the_threshold_decides_whether_there_is_no_answer(tmp_path, tokenizer):
         task, split, features = made(path, "answers", tokenizer, 64, null_score_diff_threshold=threshold)
         scores[:, 0, 0] = 4  # no answer
         scores[:, features.windows[0].positions[0], 0] = 1  # the best span
-        spans = task.row_outputs(split, features.windows, scores)
+        spans = task.by_row(split, features.windows, scores)
         assert all((span.text == "") == says_nothing for span in spans)
     # Without such questions in the training rows, there is always an answer.
     task, split, features = made(write_table(tmp_path / "other.jsonl", rows[:3]), "answers", tokenizer, 64)
-    assert all(span.text for span in task.row_outputs(split, features.windows, scores[:3]))
+    assert all(span.text for span in task.by_row(split, features.windows, scores[:3]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -416,7 +416,7 @@ def test_a_tag_of_words_without_pieces_is_one_of_the_tags():
 def test_a_record_without_a_part_that_its_task_needs_is_refused(task):
     config, record = PredictConfig(output="a.csv"), record_of(task)
     assert restored_task("m", {**record, "finetune": {"task": task, "option_of_tomorrow": 1}}, config).columns
-    for name in ("columns", *restored_task("m", record, config).restored):
+    for name in ("columns", *restored_task("m", record, config).needed_to_predict):
         learnt = {key: value for key, value in record["learnt"].items() if key != name}
         with pytest.raises(UserError, match="run_config.json"):
             restored_task("m", {**record, "learnt": learnt}, config)

@@ -9,6 +9,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from d2l_bert.messages import UserError
@@ -24,6 +25,9 @@ MACHINE = "machine"
 OUTPUT = "output"
 HUB = "the Hugging Face Hub"
 SENTENCES = "minimal pairs and lines"
+
+# The type of an option that is a path. A program may give a `pathlib.Path`; `Options` keeps it as a string.
+PathOption = str | Path
 
 
 def option(
@@ -83,7 +87,10 @@ def option_of(config: type, name: str, **changes):
 
 
 class Options:
-    """Base class of dataclasses whose fields are options."""
+    """Base class of dataclasses whose fields are options. A `pathlib.Path` in a field, or in its list, is a string."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, _without_paths(value))
 
     def check(self) -> None:
         """
@@ -148,6 +155,15 @@ class Options:
         if value is None:
             return not getattr(self, needed)
         return getattr(self, needed) != value
+
+
+def _without_paths(value):
+    """A value, or a list of values, with the string of each `pathlib.Path` in its place."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, list) and any(isinstance(entry, Path) for entry in value):
+        return [_without_paths(entry) for entry in value]
+    return value
 
 
 def default_of(field: dataclasses.Field) -> Any:
@@ -234,6 +250,7 @@ KINDS = {
     float: Kind("a finite number", is_finite),
     str: Kind("a string", lambda value: isinstance(value, str)),
     list[str]: Kind("a list of strings", are_strings),
+    Path: Kind("", lambda value: False),  # a path is kept as a string
     types.NoneType: Kind("", lambda value: value is None),
 }
 

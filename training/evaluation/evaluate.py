@@ -36,13 +36,20 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         config: what to evaluate them on, and where to write the figures.
 
     Returns:
-        The content of the file `config.output`: `versions`, `options`, with those of the rows as they were for all
-        models, `text` (the text's name), `models` and `notes` (`notes_on`). Each model has its `model` (the name
-        given), `class`, `parameters`, and as far as they were asked for `text` (`text.evaluate_text`) and `blimp`
-        (`minimal_pairs.blimp_results`, with `score`, with `name`, that of the folder, and with `title`, as of
-        `minimal_pairs.name_of_pairs`), each with `unknown_share`, the share of its characters in `[UNK]` (of a text,
-        in a sample of `SAMPLED_CHARACTERS`).
-        None for the scores of lines, and in all processes but the main one.
+        None for the scores of lines, and in all processes but the main one. Else the content of the file
+        `config.output`:
+
+        - `versions`;
+        - `options`, with those of the rows as they were for all models;
+        - `text`: the text's name;
+        - `models`: of each its `model` (the name given), `class`, `parameters`, and as far as they were asked for
+            - `text`, the figures of `text.evaluate_text`;
+            - `blimp`, those of `minimal_pairs.blimp_results`, with `score`, the folder's `name`, and `title`
+              (`minimal_pairs.name_of_pairs`).
+
+          Each of both has `unknown_share`, the share of its characters in `[UNK]`; of a text, in a sample of
+          `SAMPLED_CHARACTERS`;
+        - `notes`, as of `notes_on`.
 
     Raises:
         UserError: something that the user can fix, in one line.

@@ -37,7 +37,7 @@ class EncodedSentences:
     Sentences as a model reads them, each different sequence of ids once.
 
     Args:
-        numbers: for each sentence that was given, the index of its ids in the lists below (sentences,). Sentences
+        sequence_of: for each sentence that was given, the index of its ids in the lists below (sentences,). Sentences
             that the tokenizer does not tell apart have the same index, and so the same score.
         ids: token ids with special tokens, one array (T,) for each sequence.
         words: for each token the number of its word, -1 if it is not scored, as special tokens and `[UNK]`; as `ids`.
@@ -47,7 +47,7 @@ class EncodedSentences:
             and how many of these words have no `[UNK]` (sentences,).
     """
 
-    numbers: np.ndarray
+    sequence_of: np.ndarray
     ids: list[np.ndarray]
     words: list[np.ndarray]
     lengths: np.ndarray
@@ -66,14 +66,14 @@ def encode(
         whole_words: score no token of a word, separated by white space, that has an `[UNK]`.
     """
     sequences = {}  # the index of each different sequence, a pair of its ids and words
-    numbers = []
+    sequence_of = []
     read = []
     for sentence, encoding in zip(sentences, model.backend.encode_batch(list(sentences)), strict=True):
         each = _read_sentence(sentence, encoding, model.tokenizer.unk_token_id, score, whole_words)
         read.append(each)
-        numbers.append(sequences.setdefault((tuple(encoding.ids), each.words), len(sequences)))
+        sequence_of.append(sequences.setdefault((tuple(encoding.ids), each.words), len(sequences)))
     return EncodedSentences(
-        numbers=np.array(numbers, dtype=np.int64),
+        sequence_of=np.array(sequence_of, dtype=np.int64),
         ids=[np.array(ids, dtype=np.int64) for ids, _ in sequences],
         words=[np.array(words, dtype=np.int64) for _, words in sequences],
         lengths=np.array([each.length for each in read]),
@@ -157,16 +157,16 @@ def masked_batches(
         most_rows = rows_a_line or length
         # For each token the number of the row of its sentence that predicts it, -1 for none (S, T). In the example:
         # -1 0 1 0 1 0 -1.
-        numbers = np.where(is_scored, (is_scored.cumsum(1) - 1) % most_rows, -1)
+        row_of = np.where(is_scored, (is_scored.cumsum(1) - 1) % most_rows, -1)
         # The sentence and the number of each row (rows of all sentences, 2). In the example: (0, 0), (0, 1).
-        wanted = np.argwhere(np.arange(length) <= numbers.max(1, keepdims=True))
+        wanted = np.argwhere(np.arange(length) <= row_of.max(1, keepdims=True))
         slots = -(-length // most_rows)  # the most tokens that a row predicts, rounded up
         # A slot has one logit for each entry of the vocabulary.
         rows_of_logits = LOGITS_AT_ONCE // len(model.tokenizer) // slots
         rows = max(1, min(config.batch_tokens // length, rows_of_logits))
         for first in range(0, len(wanted), rows):
             sentence, number = wanted[first : first + rows].T
-            is_predicted = numbers[sentence] == number[:, None]  # (R, T)
+            is_predicted = row_of[sentence] == number[:, None]  # (R, T)
             positions = np.argsort(~is_predicted, axis=1, kind="stable")[:, :slots]  # those to predict first (R, P)
             is_masked = is_predicted
             if config.score == "within_word_l2r":
@@ -215,7 +215,7 @@ def pseudo_log_likelihoods(
             scores.index_add_(0, torch.from_numpy(batch.sequences), of_rows.double().cpu())
     if accelerator.num_processes > 1:  # each process has a part of each score
         scores = accelerator.reduce(scores.to(accelerator.device), "sum").cpu()
-    return scores[torch.from_numpy(sentences.numbers)]
+    return scores[torch.from_numpy(sentences.sequence_of)]
 
 
 def print_line_scores(model: MaskedModel, config: EvaluateConfig, accelerator: Accelerator) -> None:
@@ -251,7 +251,7 @@ def print_line_scores(model: MaskedModel, config: EvaluateConfig, accelerator: A
                 scores[place],
                 encoded.scored_tokens[place],
                 encoded.read_words[place],
-                unknown_in[encoded.numbers[place]],
+                unknown_in[encoded.sequence_of[place]],
             )
             print(*shown, number, line.translate(dict.fromkeys(b"\t\r\n", " ")), sep="\t")
 

@@ -67,10 +67,11 @@ def encoded(tokenizer, columns: list, max_seq_length: int, **options) -> Iterato
     Yields:
         The number of the row, the inputs, and the `tokenizers.Encoding` that they are of.
     """
-    reads_beginnings = options.keys().isdisjoint(("return_overflowing_tokens", "is_split_into_words"))
-    if reads_beginnings and tokenizer.truncation_side == "right":
+    # To read a long text takes long: where its beginning or its end alone is kept, the tokenizer gets little more.
+    reads_all = options.keys() & {"return_overflowing_tokens", "is_split_into_words"}
+    if not reads_all and tokenizer.truncation_side == "right":
         columns = _beginnings(tokenizer, columns, max_seq_length)
-    elif reads_beginnings:
+    elif not reads_all:
         columns = _endings(columns)
     options = {"truncation": True, "max_length": max_seq_length, "verbose": False, **options}
     for begin in range(0, len(columns[0]), ROWS_AT_ONCE):

@@ -63,26 +63,27 @@ def outputs_of(
     model = model.to(state.device).eval()
     logits = []
     labels = []
-    mine = batches[state.process_index :: state.num_processes]
-    for numbers in mine:
+    own_batches = batches[state.process_index :: state.num_processes]
+    for numbers in own_batches:
         batch = collate([inputs[number] for number in numbers])
         labels.append(batch.pop("labels").numpy())
         batch = {name: tensor.to(state.device) for name, tensor in batch.items()}
         logits.append(task.logits(model(**batch), batch["attention_mask"]).float().cpu().numpy())
     if state.num_processes > 1:
-        mine = gather_object(mine)
+        # The lists of all processes, one behind the other.
+        own_batches = gather_object(own_batches)
         logits = gather_object(logits)
         labels = gather_object(labels)
-    return Outputs(_in_order(mine, logits), _in_order(mine, labels))
+    return Outputs(_in_order(own_batches, logits), _in_order(own_batches, labels))
 
 
 def figures_of(task: Task, split: Split, features: Features, outputs: Outputs) -> dict[str, float]:
-    """The mean loss over the labels of a split, in float64, and the task's metrics."""
+    """The mean loss over the labels of a split, in float64, and the task's metrics, of a model in training."""
     logits = torch.from_numpy(outputs.logits).double()
     labels = torch.from_numpy(outputs.labels)
     loss = task.loss(logits, labels) / (labels != -100).sum()
-    of_rows = task.row_outputs(split, features.windows, task.rescaled(outputs.logits))
-    return {"loss": loss.item(), **task.metrics(split, of_rows)}
+    row_results = task.row_results(split, features, outputs.logits)
+    return {"loss": loss.item(), **task.metrics(split, row_results)}
 
 
 def length_of(inputs: dict) -> int:

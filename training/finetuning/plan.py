@@ -63,13 +63,13 @@ class Outcome(NamedTuple):
     The results of a run's models, without those that diverged.
 
     Args:
-        rates: of each rate with the first seed.
-        seeds: of each seed with the best rate.
-        best: the best one of `seeds`, whose model is kept.
+        of_rates: of each rate with the first seed.
+        of_seeds: of each seed with the best rate.
+        best: the best one of `of_seeds`, whose model is kept.
     """
 
-    rates: list[Result]
-    seeds: list[Result]
+    of_rates: list[Result]
+    of_seeds: list[Result]
     best: Result
 
 
@@ -122,7 +122,7 @@ class Plan:
         """The splits to measure on: `validation`, `test`, as far as they have labels."""
         return [name for name, split in self.splits.items() if name != "train" and split.is_labelled]
 
-    def reported(self) -> str | None:
+    def reported_by_class(self) -> str | None:
         """The split to report on by class: `test`, or `validation` if the test rows have no labels; None without."""
         measured = self.measured()
         return measured[-1] if measured else None

@@ -54,9 +54,9 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
         model, tokenizer, _ = loading.load_pretrained(getattr(transformers, task.auto_class), name)
         check_model(name, record, task, model, tokenizer)
         features = task.features(with_text, tokenizer, record["max_seq_length"])
-        # Without `Task.rescaled`: a finished model predicts in the units of the labels.
         logits = outputs_of(task, model, tokenizer, features.inputs, config.per_device_eval_batch_size).logits
-        predicted = task.predictions(with_text, task.row_outputs(with_text, features.windows, logits))
+        row_results = task.row_results(with_text, features, logits, is_finished=True)
+        predicted = task.predictions(with_text, row_results)
         if len(with_text.rows) < len(given.rows):
             predicted = for_all_rows(predicted, with_text, given)
         if target.suffix == ".csv":
@@ -111,7 +111,7 @@ def restored_task(name: str, record: RunRecord, config: PredictConfig) -> Task:
 
 def read_rows(file: str, task: Task, config: PredictConfig, scratch: Path) -> Split:
     """
-    The rows of a file or of the standard input, not yet read by the task; `task` then reads no labels.
+    The rows of a file or of the standard input, not yet read by the task.
 
     Args:
         file: as in `predict`.
@@ -133,7 +133,6 @@ def read_rows(file: str, task: Task, config: PredictConfig, scratch: Path) -> Sp
     if tables.file_kind(Path(file)) == "text" and isinstance(first, str):
         tables.refuse_header(first, of_texts, split.title)
     task.check_columns(split.title, split.columns, has_labels=False)
-    task.reads_labels = False
     return split
 
 

@@ -49,12 +49,12 @@ class QuestionAnswering(Task):
     over all windows of a question. If training rows have questions without an answer, as in SQuAD 2, the lowest score
     of [CLS] over the windows stands for "no answer". A row's texts are question and context, its label is a list of
     answers, or None. A window's positions are those of the context, its places the tokens' characters there.
-    `outputs` are the predicted span of each row.
+    `row_results` are the predicted span of each row.
     """
 
     auto_class = "AutoModelForQuestionAnswering"
     main_metric = "f1"
-    restored = ("has_unanswerable",)
+    needed_to_predict = ("has_unanswerable",)
     least_texts = 2
     more_columns = ("is_impossible",)
     metrics_shown = ("f1", "exact_match")
@@ -138,7 +138,7 @@ class QuestionAnswering(Task):
         scores = torch.stack([outputs.start_logits, outputs.end_logits], dim=-1)
         return scores.masked_fill(attention_mask[..., None] == 0, torch.finfo(scores.dtype).min)
 
-    def row_outputs(self, split, windows, logits) -> list[Span]:
+    def by_row(self, split, windows, logits) -> list[Span]:
         """
         The predicted span of each row: the best over all windows, or no answer.
 
@@ -161,19 +161,19 @@ class QuestionAnswering(Task):
             predicted.append(no_answer if has_none else answer)
         return predicted
 
-    def metrics(self, split, outputs):
+    def metrics(self, split, row_results):
         scores = []
-        for row, span in zip(split.rows, outputs, strict=True):
+        for row, span in zip(split.rows, row_results, strict=True):
             gold = [answer.text for answer in row.label or []]
             scores.append(scoring.answer_scores(span.text, gold))
         exact_match, f1 = np.mean(scores, axis=0).tolist()
         return {"exact_match": exact_match, "f1": f1}
 
-    def predictions(self, split, outputs):
+    def predictions(self, split, row_results):
         return {
-            "prediction": [span.text for span in outputs],
-            "prediction_start": [span.begin for span in outputs],
-            "probability": [round(span.probability, 6) for span in outputs],
+            "prediction": [span.text for span in row_results],
+            "prediction_start": [span.begin for span in row_results],
+            "probability": [round(span.probability, 6) for span in row_results],
         }
 
 

@@ -212,8 +212,8 @@ def _conll_rows(lines, title) -> Iterator[tuple[str, dict]]:
     """
     The words and the tags of each text, with the line at which it begins; no tags if a line has one field alone.
 
-    A line that begins with # is a comment, as in CoNLL-U, unless it is like the other lines: with as many fields, of
-    which the last one is a tag.
+    Raises:
+        ValueError: a word is empty, or a line has more or fewer fields than the first.
     """
     is_conll_u = any(CONLL_U_WORD.fullmatch(line) for line in lines)
     fields_of = _fields_of_conll_u if is_conll_u else _fields_of_conll
@@ -221,17 +221,11 @@ def _conll_rows(lines, title) -> Iterator[tuple[str, dict]]:
     for number, fields in numbered:
         if fields and not fields[0]:
             raise ValueError(f"line {number:,}: its word is empty; repair the line")
-    words = [fields for _, fields in numbered if fields and fields[0][0] != "#"]
-    count = len(words[0]) if words else 0
-    tags = {fields[-1] for fields in words}
-
-    def is_comment(fields):
-        if not fields or fields[0][0] != "#":
-            return False
-        is_like_others = len(fields) == count and (count == 1 or fields[-1] in tags)
-        return not is_like_others
-
-    kept = [(number, fields) for number, fields in numbered if not is_comment(fields)]
+    # How lines of words look: a line that does not begin with # is surely one.
+    surely_words = [fields for _, fields in numbered if fields and fields[0][0] != "#"]
+    count = len(surely_words[0]) if surely_words else 0
+    tags = {fields[-1] for fields in surely_words}
+    kept = [(number, fields) for number, fields in numbered if not _is_comment(fields, count, tags)]
     if comments := len(numbered) - len(kept):
         logger.info(
             f"{title}: {counted(comments, 'line is', 'lines are')} left out: comments, or no words of their own"
@@ -248,6 +242,26 @@ def _conll_rows(lines, title) -> Iterator[tuple[str, dict]]:
             yield f"line {text[0][0]:,}", row
 
 
+def _is_comment(fields: list[str], count: int, tags: set[str]) -> bool:
+    """
+    Whether a line of CoNLL is a comment: it begins with #, as in CoNLL-U, and is not like the lines of words.
+
+    For example, among words with 2 fields whose tags are O and B-LOC:
+
+        # sent_id = 7    a comment: 4 fields
+        # draft          a comment: "draft" is no tag
+        # O              the word "#"
+
+    Args:
+        fields: of the line, [] between texts.
+        count, tags: the number of fields of a word, and the last fields of all words.
+    """
+    if not fields or fields[0][0] != "#":
+        return False
+    is_like_a_word = len(fields) == count and (count == 1 or fields[-1] in tags)
+    return not is_like_a_word
+
+
 def _fields_of_conll(line) -> list[str]:
     """The fields of a line, the word first and the tag last; [] between texts."""
     return [] if line.startswith("-DOCSTART-") else line.split()
@@ -260,7 +274,7 @@ def _fields_of_conll_u(line) -> list[str]:
         return fields[1:4:2]  # the second field, FORM, and the fourth, UPOS
     if not fields[0]:
         return []
-    return ["#"]  # a comment, or no word of its own: 1-2 are two words in one, 8.1 is left out in the text
+    return ["#"]  # read as a comment: it is one, or no word of its own (1-2 is two words in one, 8.1 not in the text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from d2l_bert.messages import explained
-from d2l_bert.model_cards.figures import METRICS
+from d2l_bert.model_cards.figures import ON_ROWS
 
 
 with explained(
@@ -62,7 +62,7 @@ def goodness(name: str, value: float) -> float:
 
 def is_share(name: str) -> bool:
     """Whether a metric is a share, from 0 to 1, which is shown in percent."""
-    return name in METRICS and METRICS[name].unit == "%"
+    return name in ON_ROWS and ON_ROWS[name].unit == "%"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

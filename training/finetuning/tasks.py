@@ -11,7 +11,7 @@ from d2l_bert.messages import UserError
 from d2l_bert.modeling.records import Learnt
 from d2l_bert.training.finetuning.cells import SURROGATE, check_text, listed
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.features import Window
+from d2l_bert.training.finetuning.features import Features, Window
 from d2l_bert.training.finetuning.rows import Row, Split
 from d2l_bert.training.finetuning.scoring import Sides
 
@@ -35,11 +35,19 @@ class Task:
     training rows, `check_label` with every row that was read, and `features` with every split. A `ValueError` about a
     row says what is wrong in which column, and the way out.
 
-    From a model's outputs to the `outputs` below: `logits` takes what the task reads of them. Those of all features,
-    in the order of `Features.inputs` as a NumPy array, go through `rescaled`, then through `row_outputs`. Only
-    regression rescales: its model learns standardised numbers, and `rescaled` turns its outputs into the units of the
-    labels. After the training, `finish` writes mean and deviation into the model that is saved, so `predict` leaves
-    `rescaled` out.
+    What a model says goes three steps, of which a subclass may change each:
+
+    | step | takes | gives |
+    |---|---|---|
+    | `logits` | the model's outputs for a batch | the part that the task reads |
+    | `rescaled` | the logits of all features, while the model is in training | the same in the units of the labels |
+    | `by_row` | these | `row_results`: what they say about each row |
+
+    `row_results` takes the last two steps; `metrics`, `predictions` and `sides` read what it gives. For example, a
+    text of 900 words that is cut into 4 windows has 4 features, whose logits `by_row` joins to one list of 900 tags.
+
+    Only regression rescales: its model learns standardised numbers. After the training, `finish` writes their mean and
+    deviation into the model, whose outputs then are in the units of the labels by themselves.
 
     | task | `Row.label` |
     |---|---|
@@ -48,9 +56,9 @@ class Task:
     | regression | the number |
     | token-classification | the list of the names of the tags, one for each word |
     | question-answering | the list of the answers |
-    | multiple-choice | the number of the right choice, from 0; before `check_label`, it may be as the cell has it |
+    | multiple-choice | the number of the right choice, from 0; before `check_label`, it may be a name of that choice |
 
-    In all tasks, a row without a label has None.
+    In all tasks, a row without a label has None. So has every row of `predict`, where no label is read.
 
     A subclass defines these methods:
 
@@ -58,10 +66,11 @@ class Task:
     - `learn(train)` learns from the training rows what the labels are; raises `UserError` if they cannot be learnt;
     - `features(split, tokenizer, max_seq_length)`: the `Features` of a split; in a split without labels, their
       `labels` are not read. Raises `UserError` for a tokenizer or a length that cannot be used;
-    - `metrics(split, outputs)`: the metrics of a labelled split by name, without the loss;
-    - `predictions(split, outputs)`: columns with the predictions for each row of a split.
+    - `metrics(split, row_results)`: the metrics of a labelled split by name, without the loss;
+    - `predictions(split, row_results)`: columns with the predictions for each row of a split.
 
-    A subclass that learns more than classes extends `learnt`, and `restore`, which takes that back.
+    `learnt` gives what `learn` has found, for run_config.json; in `predict`, `restore` takes it back. A subclass that
+    learns more than classes extends both.
 
     Attributes:
         auto_class: the Auto class that loads the model, such as `AutoModelForSequenceClassification`.
@@ -69,16 +78,17 @@ class Task:
         metrics_shown: the metrics in the order of the tables; those in `scoring.LOWER_IS_BETTER` are best when small.
         collator: the class of the function that makes a padded batch of features.
         default_length: the default of `max_seq_length`.
-        usual_columns: by the option that names a column, its usual names.
-        columns: by the option, the columns of this run, which `find_columns` finds.
-        reads_labels: whether `read` reads labels; `predict` does not.
+        usual_columns: by the option that names a column, its usual names; the columns of texts stand in the order in
+            which the model reads their texts.
+        columns: by the option, the columns of this run, which `find_columns` finds, in the same order.
+        reads_labels: whether `read` reads labels; a task that was restored, as in `predict`, does not.
         classes: the names of the classes in the order of their numbers, which `learn` finds; [] for tasks without.
         number_of: by the name of a label, its number; {} for tasks without classes or choices.
         settings: the fields of the model's configuration that the task decides: `num_labels`, `id2label`, ...
         problem_type: that of the model's configuration, which has one for `AutoModelForSequenceClassification`.
         has_unanswerable: whether training rows have questions without an answer.
         no_label: for a message: what is wrong with an empty cell in the column of labels, and the way out.
-        restored: the entries of `learnt`, beside the columns, that the predictions of a finished model need.
+        needed_to_predict: the entries of `learnt`, beside the columns, that `predict` needs.
         least_texts: the least number of columns of texts, without those of choices.
         more_columns: columns that `read` uses if rows have them, and that no option names.
     """
@@ -89,7 +99,7 @@ class Task:
     main_metric = "accuracy"
     collator = DataCollatorWithPadding
     default_length = 128
-    restored: tuple[str, ...] = ()
+    needed_to_predict: tuple[str, ...] = ()
     least_texts = 1
     more_columns: tuple[str, ...] = ()
 
@@ -129,17 +139,18 @@ class Task:
 
     def restore(self, learnt: Learnt) -> None:
         """
-        Take what a finished run has learnt, in place of `find_columns` and `learn`.
+        Take what a finished run has learnt, in place of `find_columns` and `learn`; the task then reads no labels.
 
         Raises:
             ValueError: a part of it is missing, or cannot be that of a finished run of this task.
         """
-        for name in ("columns", *self.restored):
+        for name in ("columns", *self.needed_to_predict):
             if name not in learnt:
                 raise ValueError(f"learnt lacks the entry {name!r}")
         self._restore_columns(learnt["columns"])
-        if "classes" in self.restored:
+        if "classes" in self.needed_to_predict:
             self._restore_classes(learnt["classes"])
+        self.reads_labels = False
 
     def _restore_columns(self, columns):
         for option in self.usual_columns:
@@ -169,7 +180,12 @@ class Task:
         return self.columns["label_column"][0] if self.reads_labels else None
 
     def options_of_texts(self) -> list[str]:
-        """The options whose columns hold a text each: all but those of choices and of labels."""
+        """
+        The options whose columns hold a text each: all but those of choices and of labels.
+
+        They are in the order in which `usual_columns` has them. For example, question answering has the question
+        before the context, and multiple choice the context before the question.
+        """
         return [option for option in self.columns if option not in ("choices_column", "label_column")]
 
     def find_columns(self, names: list[str]) -> None:
@@ -258,22 +274,25 @@ class Task:
         return row.label or []
 
     def learn_classes(
-        self, train: Split, found: set[str], named: list[str] | tuple[str, ...] | None, least: int = 2
+        self, train: Split, found: set[str], given_order: list[str] | tuple[str, ...] | None, least: int = 2
     ) -> None:
         """
         Set the classes.
 
+        Their order is that of `given_order`; else that of their numbers, if all names are whole numbers; else that of
+        the alphabet.
+
         Args:
             found: the names in the training rows.
-            named: all names in their order, if the dataset or its publishers give it; a name may stand there twice,
-                where two names differ only in how a letter such as ü is encoded: `cells.name_of` makes both NFC.
+            given_order: all names in their order, if the dataset or its publishers give it; a name may stand there
+                twice, where two differ only in how a letter such as ü is encoded: `cells.name_of` makes both NFC.
             least: the fewest classes; of one alone there is nothing to learn.
 
         Raises:
             UserError: there are too few classes.
         """
-        if named:
-            self.classes = [name for name in dict.fromkeys(named) if name in found]
+        if given_order:
+            self.classes = [name for name in dict.fromkeys(given_order) if name in found]
         elif all(re.fullmatch(r"[+-]?\d{1,18}", name) for name in found):
             self.classes = sorted(found, key=lambda name: (int(name), name))
         else:
@@ -309,9 +328,20 @@ class Task:
     def finish(self, model) -> None:
         """Change a trained model in place, so that its outputs are those of `rescaled`."""
 
-    def row_outputs(self, split: Split, windows: list[Window], logits: np.ndarray):
-        """What the outputs for all features say about each row: the outputs themselves, where a row has one."""
+    def by_row(self, split: Split, windows: list[Window], logits: np.ndarray):
+        """What the logits of all features, in their order, say about each row: the logits, where a row has one."""
         return logits
+
+    def row_results(self, split: Split, features: Features, logits: np.ndarray, is_finished: bool = False):
+        """
+        What a model says about each row of a split.
+
+        Args:
+            logits: of all features of the split, in their order.
+            is_finished: whether `finish` has changed the model, whose outputs then are in the units of the labels.
+        """
+        in_units_of_labels = logits if is_finished else self.rescaled(logits)
+        return self.by_row(split, features.windows, in_units_of_labels)
 
     def baseline(self, train: Split, split: Split) -> Baseline | None:
         """The baseline of a split, which needs the training rows, but no model; None for a task without one."""
@@ -325,6 +355,6 @@ class Task:
         """The columns of `predictions` as a CSV file has them, where lists are JSON unless a task joins them."""
         return predicted
 
-    def sides(self, split: Split, outputs) -> Sides | None:
+    def sides(self, split: Split, row_results) -> Sides | None:
         """The true and the predicted classes in a labelled split; None for a task without classes to report on."""
         return None

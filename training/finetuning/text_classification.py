@@ -28,7 +28,7 @@ LEAST_STEPS = 10
 
 
 class TextTask(Task):
-    """What the tasks of this file share: columns, features, the head on [CLS]. `outputs` are logits, (N, C)."""
+    """What the tasks of this file share: columns, features, the head on [CLS]. `row_results` are logits (N, C)."""
 
     auto_class = "AutoModelForSequenceClassification"
     usual_columns = {"text_column": ("text",), "text_pair_column": ("text_pair",), "label_column": ("label",)}
@@ -41,7 +41,7 @@ class TextTask(Task):
         return row._replace(texts=texts, label=label)
 
     def targets(self, split) -> np.ndarray:
-        """The labels of a split as numbers, (N,) or (N, C)."""
+        """The number of each row's class (N,); -100 for a row without a label."""
         return np.array([-100 if row.label is None else self.number_of[row.label] for row in split.rows])
 
     def features(self, split, tokenizer, max_seq_length):
@@ -56,22 +56,22 @@ class TextTask(Task):
             feature["labels"] = label  # a number; of several labels a row (C,) of the array
         return Features(inputs, windows, note)
 
-    def always(self, split, outputs) -> dict[str, float]:
+    def always(self, split, of_a_row) -> dict[str, float]:
         """
-        The metrics of a split if every row had the same outputs.
+        The metrics of a split if a model said the same about every row.
 
         Args:
-            outputs: of one row (C,). They need not be logits: the metrics of one class look at the place of the
-                largest, those of several labels at the signs.
+            of_a_row: in place of the logits of a row (C,). They need not be logits: the metrics of one class look at
+                the place of the largest, those of several labels at the signs.
         """
-        return self.metrics(split, np.broadcast_to(outputs, (len(split.rows), len(outputs))))
+        return self.metrics(split, np.broadcast_to(of_a_row, (len(split.rows), len(of_a_row))))
 
 
 class TextClassification(TextTask):
     """One class of several for a text or a pair of texts."""
 
     problem_type = "single_label_classification"
-    restored = ("classes",)
+    needed_to_predict = ("classes",)
     metrics_shown = ("accuracy", "f1", "accuracy_f1_mean", "matthews_correlation")
 
     @property
@@ -117,8 +117,8 @@ class TextClassification(TextTask):
                 f"column of classes with --label_column"
             )
 
-    def metrics(self, split, outputs):
-        return scoring.class_metrics(self.targets(split), outputs.argmax(-1), len(self.classes))
+    def metrics(self, split, row_results):
+        return scoring.class_metrics(self.targets(split), row_results.argmax(-1), len(self.classes))
 
     def baseline(self, train, split):
         counts = np.bincount(self.targets(train), minlength=len(self.classes))  # the largest is chosen, as of logits
@@ -127,23 +127,23 @@ class TextClassification(TextTask):
     def class_of_f1(self):
         return self.classes[1] if len(self.classes) == 2 else None
 
-    def predicted(self, outputs) -> list[str]:
+    def predicted(self, row_results) -> list[str]:
         """The likeliest class of each row."""
-        return [self.classes[number] for number in outputs.argmax(-1)]
+        return [self.classes[number] for number in row_results.argmax(-1)]
 
-    def sides(self, split, outputs):
-        return scoring.Sides([row.label for row in split.rows], self.predicted(outputs), self.classes)
+    def sides(self, split, row_results):
+        return scoring.Sides([row.label for row in split.rows], self.predicted(row_results), self.classes)
 
-    def predictions(self, split, outputs):
-        probabilities = scoring.probability_columns(self.classes, outputs)
-        return {"prediction": self.predicted(outputs), **probabilities}
+    def predictions(self, split, row_results):
+        probabilities = scoring.probability_columns(self.classes, row_results)
+        return {"prediction": self.predicted(row_results), **probabilities}
 
 
 class MultiLabelClassification(TextTask):
     """Several labels at once, or none, for a text or a pair of texts: a yes or no for each label."""
 
     problem_type = "multi_label_classification"
-    restored = ("classes",)
+    needed_to_predict = ("classes",)
     main_metric = "f1"
     metrics_shown = ("f1", "macro_f1", "exact_match")
 
@@ -174,7 +174,7 @@ class MultiLabelClassification(TextTask):
             self.learn_classes(train, set().union(*labels), train.class_names.get(self.label_column), least=1)
 
     def targets(self, split):
-        """1 for each label that a row has, 0 for each other one (N, C)."""
+        """1 for each label that a row has, 0 for each other one (N, C); a row without a label has zeros."""
         count = len(split.rows)
         labels = len(self.classes)
         if count * labels > MOST_YES_AND_NO:
@@ -182,10 +182,9 @@ class MultiLabelClassification(TextTask):
                 f"{split.title}: {count:,} rows with a yes or no for each of {labels:,} labels are more than "
                 f"{MOST_YES_AND_NO:,} of them; give fewer rows, or fewer labels"
             )
-        number_of = {name: number for number, name in enumerate(self.classes)}
         targets = np.zeros((count, labels), dtype=np.int8)
         for number, row in enumerate(split.rows):
-            targets[number, [number_of[name] for name in row.label or []]] = 1
+            targets[number, [self.number_of[name] for name in row.label or []]] = 1
         return targets
 
     def loss(self, logits, labels):
@@ -194,26 +193,26 @@ class MultiLabelClassification(TextTask):
             logits[counts], labels[counts].to(logits.dtype), reduction="sum"
         )
 
-    def metrics(self, split, outputs):
-        return scoring.multilabel_metrics(self.targets(split), self.predicted(outputs))
+    def metrics(self, split, row_results):
+        return scoring.multilabel_metrics(self.targets(split), self.predicted(row_results))
 
     def baseline(self, train, split):
         shares = self.targets(train).mean(0)
         of_more_than_half = self.always(split, shares - 0.5)  # a label is chosen if this is above 0, as a logit
         return Baseline("always the labels of more than half of the training rows", of_more_than_half)
 
-    def predicted(self, outputs) -> np.ndarray:
+    def predicted(self, row_results) -> np.ndarray:
         """1 for each label that a row is predicted to have, 0 for each other one (N, C)."""
-        return (outputs > 0).astype(np.int8)
+        return (row_results > 0).astype(np.int8)
 
-    def sides(self, split, outputs):
-        return scoring.Sides(self.targets(split), self.predicted(outputs), self.classes)
+    def sides(self, split, row_results):
+        return scoring.Sides(self.targets(split), self.predicted(row_results), self.classes)
 
-    def predictions(self, split, outputs):
+    def predictions(self, split, row_results):
         chosen = []
-        for logits in outputs:
+        for logits in row_results:
             chosen.append([name for name, logit in zip(self.classes, logits, strict=True) if logit > 0])
-        return {"prediction": chosen, **scoring.probability_columns(self.classes, outputs, of_each=True)}
+        return {"prediction": chosen, **scoring.probability_columns(self.classes, row_results, of_each=True)}
 
     def in_csv(self, predicted):
         """
@@ -240,7 +239,7 @@ class Regression(TextTask):
     """
 
     problem_type = "regression"
-    restored = ("mean", "deviation")
+    needed_to_predict = ("mean", "deviation")
     main_metric = "pearson_spearman_mean"
     metrics_shown = ("pearson", "spearman", "pearson_spearman_mean", "mse", "mae")
 
@@ -283,6 +282,7 @@ class Regression(TextTask):
         self.deviation = learnt["deviation"]
 
     def targets(self, split):
+        """The standardised labels (N,); NaN for a row without a label."""
         return (np.array([row.label for row in split.rows], dtype=float) - self.mean) / self.deviation
 
     def loss(self, logits, labels):
@@ -299,11 +299,11 @@ class Regression(TextTask):
         last.weight.mul_(self.deviation)
         last.bias.mul_(self.deviation).add_(self.mean)
 
-    def metrics(self, split, outputs):
-        return scoring.number_metrics([row.label for row in split.rows], outputs[:, 0])
+    def metrics(self, split, row_results):
+        return scoring.number_metrics([row.label for row in split.rows], row_results[:, 0])
 
     def baseline(self, train, split):
         return Baseline("always the mean of the training labels", self.always(split, [self.mean]))
 
-    def predictions(self, split, outputs):
-        return {"prediction": [float(f"{value:.9g}") for value in outputs[:, 0]]}
+    def predictions(self, split, row_results):
+        return {"prediction": [float(f"{value:.9g}") for value in row_results[:, 0]]}

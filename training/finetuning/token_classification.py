@@ -23,8 +23,8 @@ class TokenClassification(Task):
 
     The first piece of a word has the word's tag as its label, the others have -100, which the loss leaves out (Devlin
     et al., 2018, section 5.3). A text of more tokens than `max_seq_length` is cut into windows, so that every word
-    gets a tag: a window's positions are those of first pieces, its places the numbers of their words. `outputs` are
-    the predicted tags of each row, one for each word.
+    gets a tag: a window's positions are those of first pieces, its places the numbers of their words. `row_results`
+    are the predicted tags of each row, one for each word.
 
     Attributes:
         scheme: the scheme of entities that the tags belong to, such as BIO; None for other tags.
@@ -33,7 +33,7 @@ class TokenClassification(Task):
 
     auto_class = "AutoModelForTokenClassification"
     main_metric = "f1"
-    restored = ("classes", "default", "scheme")
+    needed_to_predict = ("classes", "default", "scheme")
     metrics_shown = ("f1", "precision", "recall", "strict_f1", "accuracy")
     collator = DataCollatorForTokenClassification
     usual_columns = {"text_column": ("tokens", "words"), "label_column": ("ner_tags", "tags", "labels", "label")}
@@ -110,7 +110,7 @@ class TokenClassification(Task):
     def loss(self, logits, labels):
         return super().loss(logits.flatten(0, 1), labels.flatten())
 
-    def row_outputs(self, split, windows, logits):
+    def by_row(self, split, windows, logits):
         """The predicted tags of each row, of the logits (N, T, C) of all features."""
         tags = [[self.default] * len(row.texts) for row in split.rows]
         for window, of_window in zip(windows, logits, strict=True):
@@ -119,8 +119,8 @@ class TokenClassification(Task):
                 tags[window.row][word] = self.classes[number]
         return tags
 
-    def metrics(self, split, outputs):
-        return scoring.tag_metrics([row.label for row in split.rows], outputs, self.scheme is not None)
+    def metrics(self, split, row_results):
+        return scoring.tag_metrics([row.label for row in split.rows], row_results, self.scheme is not None)
 
     def baseline(self, train, split):
         counts = Counter()
@@ -134,16 +134,17 @@ class TokenClassification(Task):
             predicted.append([usual.get(word, self.default) for word in row.texts])
         return Baseline("each word's most frequent tag in the training rows", self.metrics(split, predicted))
 
-    def sides(self, split, outputs):
+    def sides(self, split, row_results):
         gold = [row.label for row in split.rows]
         if self.scheme is not None:
-            return scoring.types_at_spans(gold, outputs)
-        return scoring.Sides(list(itertools.chain(*gold)), list(itertools.chain(*outputs)), self.classes)
+            return scoring.types_at_spans(gold, row_results)
+        return scoring.Sides(list(itertools.chain(*gold)), list(itertools.chain(*row_results)), self.classes)
 
-    def predictions(self, split, outputs):
-        columns = {"prediction": outputs}
+    def predictions(self, split, row_results):
+        columns = {"prediction": row_results}
         if self.scheme is not None:
-            columns["entities"] = [entities_in(row.texts, tags) for row, tags in zip(split.rows, outputs, strict=True)]
+            tagged = zip(split.rows, row_results, strict=True)
+            columns["entities"] = [entities_in(row.texts, tags) for row, tags in tagged]
         return columns
 
 

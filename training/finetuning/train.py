@@ -115,8 +115,8 @@ def result_of(plan: Plan, attempt: Attempt) -> Result:
     if (folder / RESULT_FILE).exists():
         return read_result(plan, attempt)
     checkpoint, seconds = processes.on_main(trainer.last_checkpoint, folder)
-    callback = trainer.Checkpoints(seconds)
-    training = make_trainer(plan, attempt, callback)
+    checkpoint_callback = trainer.Checkpoints(seconds)
+    training = make_trainer(plan, attempt, checkpoint_callback)
     if checkpoint is not None:
         logger.info(f"{folder.name}: goes on from {Path(checkpoint).name}")
     training.train(resume_from_checkpoint=checkpoint)
@@ -126,7 +126,7 @@ def result_of(plan: Plan, attempt: Attempt) -> Result:
         "seed": attempt.seed,
         "steps": state.global_step,
         "best_step": state.best_global_step or state.global_step,
-        "seconds": callback.seconds(),
+        "seconds": checkpoint_callback.seconds(),
         "versions": versions(),
         "log": [row for row in state.log_history if "loss" in row or "eval_loss" in row],
     }
@@ -141,7 +141,7 @@ def result_of(plan: Plan, attempt: Attempt) -> Result:
     return processes.on_main(_keep, folder, model, result)
 
 
-def make_trainer(plan: Plan, attempt: Attempt, callback: trainer.Checkpoints) -> trainer.TaskTrainer:
+def make_trainer(plan: Plan, attempt: Attempt, checkpoint_callback: trainer.Checkpoints) -> trainer.TaskTrainer:
     """Trainer for one model, with its fresh head."""
     arguments = plan.arguments(attempt)
     transformers.set_seed(attempt.seed)
@@ -159,16 +159,18 @@ def make_trainer(plan: Plan, attempt: Attempt, callback: trainer.Checkpoints) ->
         train_dataset=plan.features["train"].inputs,
         eval_dataset=validation,
         compute_metrics=compute_metrics,
-        callbacks=callbacks_of(plan.config, callback),
+        callbacks=callbacks_of(plan.config, checkpoint_callback),
     )
 
 
-def callbacks_of(config: FinetuneConfig, callback: trainer.Checkpoints) -> list[transformers.TrainerCallback]:
-    """The callbacks of a training: early stopping, `callback`, and a progress bar where there is a terminal."""
+def callbacks_of(
+    config: FinetuneConfig, checkpoint_callback: trainer.Checkpoints
+) -> list[transformers.TrainerCallback]:
+    """The callbacks of a training: early stopping, the given one, and a progress bar where there is a terminal."""
     callbacks = []
     if config.early_stopping_patience is not None:
         callbacks.append(transformers.EarlyStoppingCallback(config.early_stopping_patience))
-    callbacks.append(callback)
+    callbacks.append(checkpoint_callback)
     if sys.stderr.isatty():
         callbacks.append(trainer.Bar())
     return callbacks
@@ -271,14 +273,14 @@ def finish(plan: Plan, record: dict, outcome: Outcome) -> str:
     saved = plan.folder_of(best) / MODEL_FOLDER
     with messages.reading_model(str(saved)):
         model = getattr(transformers, plan.task.auto_class).from_pretrained(saved, trust_remote_code=False)
-    outputs = {}
+    row_results = {}
     for name, split in plan.splits.items():
         is_predicted = name == "test"  # its predictions are written to a table
-        if is_predicted or name == plan.reported():
-            logits = plan.task.rescaled(predict(plan, model, name).logits)
-            outputs[name] = plan.task.row_outputs(split, plan.features[name].windows, logits)
-    if outputs:
+        if is_predicted or name == plan.reported_by_class():
+            logits = predict(plan, model, name).logits
+            row_results[name] = plan.task.row_results(split, plan.features[name], logits)
+    if row_results:
         # For the model's config.json: a run with predictions writes "use_cache": false there, as in the releases in
         # which Trainer predicted and set it.
         model.config.use_cache = False
-    return processes.on_main(write_folder, plan, record, model, outputs, outcome)
+    return processes.on_main(write_folder, plan, record, model, row_results, outcome)
