@@ -17,23 +17,24 @@ WORDS = {"who": PEOPLE, "where": PLACES, "what": THINGS}
 
 def tag_rows(count, seed):
     """Sentences with BIO tags: a person, a place of one or two words, and a thing."""
-    rng, rows = random.Random(seed), []
+    rng = random.Random(seed)
+    rows = []
     for _ in range(count):
         who, where, what = (rng.choice(words) for words in WORDS.values())
         place = ["old", where][rng.randrange(2) :]
-        tokens, tags = (
-            [who, "walked", "to", "the", *place],
-            ["B-PER", "O", "O", "O", "B-LOC", "I-LOC"][: 4 + len(place)],
-        )
+        tokens = [who, "walked", "to", "the", *place]
+        tags = ["B-PER", "O", "O", "O", "B-LOC", "I-LOC"][: 4 + len(place)]
         rows.append({"tokens": [*tokens, "with", "a", what], "ner_tags": [*tags, "O", "O", "B-OBJ"]})
     return rows
 
 
 def answer_rows(count, seed, unanswerable=0.0):
     """Questions who, where and what about a sentence; some ask for what the sentence does not say."""
-    rng, rows = random.Random(seed), []
+    rng = random.Random(seed)
+    rows = []
     for number in range(count):
-        asked, is_said = rng.choice(list(WORDS)), rng.random() >= unanswerable
+        asked = rng.choice(list(WORDS))
+        is_said = rng.random() >= unanswerable
         said = {kind: rng.choice(WORDS[kind]) for kind in rng.sample(list(WORDS), 3) if is_said or kind != asked}
         context = f"then {', '.join(f'the {word}' for word in said.values())} and nobody"
         found = [said[asked]] if is_said else []
@@ -44,9 +45,11 @@ def answer_rows(count, seed, unanswerable=0.0):
 
 def choice_rows(count, seed):
     """A question who, where or what, with a person, a place and a thing to choose from."""
-    rng, rows = random.Random(seed), []
+    rng = random.Random(seed)
+    rows = []
     for _ in range(count):
-        asked, kinds = rng.choice(list(WORDS)), rng.sample(list(WORDS), 3)
+        asked = rng.choice(list(WORDS))
+        kinds = rng.sample(list(WORDS), 3)
         choices = [f"the {rng.choice(WORDS[kind])}" for kind in kinds]
         rows.append({"context": f"{asked} was there?", "choices": choices, "label": kinds.index(asked)})
     return rows
@@ -95,7 +98,9 @@ def rows_of(count, seed, classes=2):
     """Sentences, each with the number of its hero as its label."""
     rng = random.Random(seed)
     for number in range(count):
-        hero, thing, place = rng.randrange(classes), rng.choice(THINGS), rng.choice(PLACES)
+        hero = rng.randrange(classes)
+        thing = rng.choice(THINGS)
+        place = rng.choice(PLACES)
         text = f"Then {PEOPLE[hero].title()} sold the {thing} in the {place}, {number} of {seed}."
         yield {"text": text, "label": PEOPLE[hero]}
 
@@ -136,7 +141,8 @@ def assert_same_predictions(one, other, task, abs=2e-6):
     for name in one[0]:
         values, others = ([row[name] for row in table] for table in (one, other))
         if "probability" in name or (task, name) == ("regression", "prediction"):
-            values, others = list(map(float, values)), pytest.approx(list(map(float, others)), rel=1e-5, abs=abs)
+            values = list(map(float, values))
+            others = pytest.approx(list(map(float, others)), rel=1e-5, abs=abs)
         assert values == others
 
 

@@ -194,7 +194,8 @@ class _Handler(BaseHTTPRequestHandler):
     """Serves one request of each connection, so that none is open when the Hub stops."""
 
     def _serve(self):
-        hub, token = self.server.hub, self.headers.get("Authorization", "").removeprefix("Bearer ")
+        hub = self.server.hub
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         request = Request(self.command, self.path, hub.users.get(token))
         request.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         hub.requests.append(request)
@@ -208,13 +209,16 @@ class _Handler(BaseHTTPRequestHandler):
                     raise Refusal(status, "This request was made to fail.")
                 if token and not request.user:
                     raise Refusal(401, "Invalid credentials in Authorization header")
-                status, body = 200, answer(hub, request, headers)
+                status = 200
+                body = answer(hub, request, headers)
         except Refusal as refusal:
-            status, body = refusal.status, refusal.body
+            status = refusal.status
+            body = refusal.body
             headers |= refusal.headers
         except Exception:
             traceback.print_exc()
-            status, body = 501, {}
+            status = 501
+            body = {}
         body = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
@@ -340,7 +344,8 @@ def resolve(hub, request, headers, repo, rev, path):
 @route("POST", "/api/models/{repo}/preupload/{rev}")
 def before_upload(hub, request, headers, repo, rev):
     """Clients ask which files are large, and which are there: none is large."""
-    files, told = repo.at(rev).files, []
+    files = repo.at(rev).files
+    told = []
     for file in request.json()["files"]:
         there = {"oid": git_hash(files[file["path"]])} if file["path"] in files else {}
         told.append({"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, **there})
@@ -351,10 +356,13 @@ def before_upload(hub, request, headers, repo, rev):
 def commit(hub, request, headers, repo, rev):
     """One commit. The body is lines of JSON: a header, then the files to add and to delete."""
     changes = [json.loads(line) for line in request.body.splitlines()]
-    base, ref, told = repo.at(rev), repo.ref(rev), {}
+    base = repo.at(rev)
+    ref = repo.ref(rev)
+    told = {}
     if "create_pr" in parse_qs(request.path.partition("?")[2]):
         number = len(repo.under("refs/pr/")) + 1
-        ref, told = f"refs/pr/{number}", {"pullRequestUrl": f"{hub.endpoint}/{repo.id}/discussions/{number}"}
+        ref = f"refs/pr/{number}"
+        told = {"pullRequestUrl": f"{hub.endpoint}/{repo.id}/discussions/{number}"}
     else:
         request.known(repo.id.split("/")[0])
     files = dict(base.files)

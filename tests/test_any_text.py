@@ -66,7 +66,10 @@ def judged(tokenizer, text, folder):
     """Of a text, by a tokenizer loaded anew: the shares of characters in [UNK], of marks lost, and of merged types."""
     save_tokenizer(tokenizer, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    types, of_ids, unknown, lost = sorted(set(words_of(text))), {}, 0, 0
+    types = sorted(set(words_of(text)))
+    of_ids = {}
+    unknown = 0
+    lost = 0
     for word in types:
         encoded = tokenizer(word, add_special_tokens=False, return_offsets_mapping=True)
         spans = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
@@ -203,7 +206,8 @@ def test_the_account_of_a_few_words_is_right():
 
 def test_other_words_than_those_between_spaces():
     dna = noise("ACGT", 30, 60, 90)
-    kmers, word = train_wordpiece([dna], pre_tokenizer="kmers:6"), dna.split()[0].lower()
+    kmers = train_wordpiece([dna], pre_tokenizer="kmers:6")
+    word = dna.split()[0].lower()
     words = [word[first : first + 6] for first in range(0, len(word), 6)]
     assert [group for group, _ in kmers.backend_tokenizer.pre_tokenizer.pre_tokenize_str(word)] == words
     assert "".join(kmers.tokenize(word)).replace("##", "") == word

@@ -20,12 +20,15 @@ from d2l_bert.training.data.order import EpochPairs
 from d2l_bert.training.report import advice
 
 
-ENTRIES, CLS, SEP = 80, 1, 2
+ENTRIES = 80
+CLS = 1
+SEP = 2
 
 
 def bigrams_of(ids):
     """The counts of one long row."""
-    first, second = ids[:-1], ids[1:]
+    first = ids[:-1]
+    second = ids[1:]
     keys, counts = np.unique(first * ENTRIES + second, return_counts=True)
     as_first, as_second, tokens = (np.bincount(each, minlength=ENTRIES) for each in (first, second, ids))
     return Bigrams(keys, counts, as_first, as_second, tokens)
@@ -44,7 +47,8 @@ def whole_pmi(counted):
     """The matrix of the smoothed PMI, and that of its weights, in float64."""
     n = np.zeros((ENTRIES, ENTRIES))
     n.flat[counted.keys] = counted.counts
-    rows, columns = n.sum(1), n.sum(0)
+    rows = n.sum(1)
+    columns = n.sum(0)
     weights = np.sqrt(rows + columns + 0.5)
     weights /= np.sqrt(np.mean(rows + columns + 0.5))
     return np.log((n + 0.3) / (np.outer(rows, columns) / n.sum() + 0.3)), np.outer(weights, weights)
@@ -63,9 +67,11 @@ def test_counts_are_those_of_the_rows_that_a_run_trains_on(objective, pairing, a
     corpus = corpus_of(tmp_path, lengths)
     corpus.ids = 3 + np.asarray(corpus.ids) % 40  # repeated tokens, none of them special
     pairs = list(EpochPairs(corpus, PretrainConfig(objective=objective, pairing=pairing, max_steps=1), 16).parts(0))
-    expected, tokens = Counter(), Counter()
+    expected = Counter()
+    tokens = Counter()
     for pair in np.concatenate(pairs).tolist():
-        a, b = corpus.ids[pair[0] : pair[1]].tolist(), corpus.ids[pair[2] : pair[3]].tolist()
+        a = corpus.ids[pair[0] : pair[1]].tolist()
+        b = corpus.ids[pair[2] : pair[3]].tolist()
         row = [CLS, *a, SEP, *b, *([SEP] if b else [])]
         expected.update(zip(row, row[1:], strict=False))
         tokens.update([*a, *b])
@@ -138,7 +144,8 @@ def test_an_untrained_model_knows_more_than_frequencies(options, books, tmp_path
         "--learning_rate=1e-9",
         *options.split(),
     )
-    metrics, first = read_json(tmp_path / "model" / "metrics.json"), log_rows(tmp_path / "model")[0]
+    metrics = read_json(tmp_path / "model" / "metrics.json")
+    first = log_rows(tmp_path / "model")[0]
     assert first["step"] == 0 and first["eval_mlm_loss"] == metrics["eval_initial_mlm_loss"]
     assert metrics["eval_initial_mlm_loss"] < 0.8 * metrics["eval_token_entropy"]
     assert "before the first step" in (tmp_path / "model" / "README.md").read_text(encoding="utf-8")

@@ -97,7 +97,8 @@ def test_a_tie_counts_half_and_errors_are_binomial():
 @pytest.mark.parametrize("name", ["ours", "bert"])
 def test_the_backend_mlm_of_babylm_gives_the_same_scores(models, pairs, name):
     """The calls of its `sentence_zero_shot`, on padded rows; each token with a place in the text is masked once."""
-    place, options = str(models[name]), {"trust_remote_code": True, "revision": None}
+    place = str(models[name])
+    options = {"trust_remote_code": True, "revision": None}
     model = AutoModelForMaskedLM.from_pretrained(place, **options).eval()
     processor = AutoProcessor.from_pretrained(place, padding_side="right", **options)
     assert not hasattr(processor, "tokenizer") and processor.pad_token_id is not None
@@ -146,7 +147,8 @@ def test_only_pairs_of_its_paradigms_are_blimp(trained, tmp_path, capsys):
     released = json.loads(Path("model_cards/d2l-bert-tiny-books-10m/metrics.json").read_text())
     names = {key.partition("/")[2] for key in released if key.startswith("eval_blimp_accuracy/")}
     assert set(PHENOMENON_OF.values()) == names and len(names) == 13
-    good, bad = "Anna walked to the garden.", "Anna walk to the garden."
+    good = "Anna walked to the garden."
+    bad = "Anna walk to the garden."
     row = {"sentence_good": good, "sentence_bad": bad}
     passive = {**row, "UID": "passive_1", "linguistics_term": "argument_structure"}
     for name, rows, is_blimp in [

@@ -38,7 +38,8 @@ def cut(path):
 
 def change_unseen(path):
     """One bit, and the time of the last change as it was."""
-    content, status = bytearray(path.read_bytes()), path.stat()
+    content = bytearray(path.read_bytes())
+    status = path.stat()
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -135,7 +136,8 @@ def test_sentences_of_the_cache_that_point_nowhere_are_one_line(books, home):
     (path,) = (home / "d2l_bert").rglob("data.arrow")
     table = pa.ipc.open_file(path).read_all()
     ends = table["sentences"].chunks[0].flatten().buffers()[1]  # where each sentence ends, in bytes
-    content, place = bytearray(path.read_bytes()), path.read_bytes().index(ends.to_pybytes()[:40])
+    content = bytearray(path.read_bytes())
+    place = path.read_bytes().index(ends.to_pybytes()[:40])
     content[place + 8 : place + 12] = (2**31 - 1).to_bytes(4, "little")
     path.write_bytes(content)
     seal(path.parent)

@@ -198,7 +198,8 @@ def test_the_card_of_a_fine_tuned_model_shows_its_classes_whatever_their_names(c
         *("How to use it", "Figures of this model", "By class, on the test rows", "Data and training"),
         *("Limits", "Reproduce it", "Citation"),
     ]
-    shown, in_a_sentence = r"`` a \| b # big $x$ <b> `c ``", "`` a | b # big $x$ <b> `c ``"
+    shown = r"`` a \| b # big $x$ <b> `c ``"
+    in_a_sentence = "`` a | b # big $x$ <b> `c ``"
     assert f"| {shown} | 50.0 % | 25.0 % | 37.5 % | 8 |" in found.text
     assert f"F1 is that of the class {in_a_sentence}." in found.text and f"`x`, {shown}" in found.text
     assert r"16 rows of a \| b # big \$x\$ \<b> \`c, fingerprint `feed`" in found.text
@@ -251,7 +252,8 @@ def test_the_command_updates_a_runs_folder_which_can_be_published(folder, tmp_pa
     options = [f"--corpus={texts}", "--pppl_sentences=4", f"--blimp={pairs}", "--update_card"]
     output = tmp_path / "figures.json"
     assert main(["evaluate", str(folder), *options, f"--output={output}"]) == 0
-    figures, metrics = json.loads(output.read_text())["models"][0], read_record(folder / "metrics.json")
+    figures = json.loads(output.read_text())["models"][0]
+    metrics = read_record(folder / "metrics.json")
     assert own.items() <= metrics.items() and metrics["eval/others/mlm_loss"] == figures["text"]["mlm_loss"]
     assert metrics["eval_blimp_accuracy"] == figures["blimp"]["accuracy"]
     check_card(folder)

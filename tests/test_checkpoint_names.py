@@ -191,7 +191,8 @@ def test_no_checkpoint_is_saved_by_a_signal_in_a_skipped_step(skipping, books, t
 
 def test_signals_are_caught_until_the_last_checkpoint_is_saved_and_no_longer(books, tmp_path, monkeypatch):
     """Nor while the finished folder is written and while processes part."""
-    before, seen = signal.getsignal(signal.SIGTERM), []
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
 
     def noting(name, function):
         def call(*arguments, **options):
@@ -210,7 +211,8 @@ def test_signals_are_caught_until_the_last_checkpoint_is_saved_and_no_longer(boo
 @pytest.mark.slow
 def test_a_second_interrupt_does_not_wait_for_the_step(books, tmp_path):
     """Each step takes ten seconds more; a Ctrl-C between two of them would end the run at once."""
-    said, slow = tmp_path / "said.txt", {"PROMISES_STEP_SECONDS": "10"}
+    said = tmp_path / "said.txt"
+    slow = {"PROMISES_STEP_SECONDS": "10"}
     words = ["pretrain", "--corpus", books, "--output_dir", tmp_path / "model", *LONG]
     (run,) = start(words, script="faulty.py", environment=slow, said=said)
     for words in ("step  1/40", "a second Ctrl-C"):

@@ -49,7 +49,8 @@ def save(bert, folder, state):
 
 
 def assert_same_outputs(first, second, shape=(2, 9)):
-    ids, segments = torch.randint(0, 60, shape), torch.randint(0, 2, shape)
+    ids = torch.randint(0, 60, shape)
+    segments = torch.randint(0, 2, shape)
     mask = torch.ones(shape, dtype=torch.long)
     mask[..., 0, -3:] = 0
     with torch.no_grad():
@@ -190,8 +191,10 @@ def test_d2ls_own_code_agrees(monkeypatch):
     sys.modules["torchvision"].transforms = sys.modules["torchvision.transforms"]
     d2l = pytest.importorskip("d2l.torch", reason="the book's own package: pip install --no-deps d2l==1.0.3")
     net = d2l.BERTModel(50, 24, 40, 4, 2, 0.2, max_len=20).eval()
-    tokens, segments = torch.randint(0, 50, (2, 20)), torch.randint(0, 2, (2, 20))
-    valid_lens, positions = torch.tensor([20, 13]), torch.tensor([[1, 2, 9], [4, 12, 1]])
+    tokens = torch.randint(0, 50, (2, 20))
+    segments = torch.randint(0, 2, (2, 20))
+    valid_lens = torch.tensor([20, 13])
+    positions = torch.tensor([[1, 2, 9], [4, 12, 1]])
     net(tokens, segments, valid_lens, positions)
     model = from_d2l(net.state_dict(), 4)
     mask = (torch.arange(20) < valid_lens[:, None]).long()
@@ -215,7 +218,8 @@ def test_older_and_wrapped_state_dicts_are_read_too(tmp_path):
 def test_the_books_vocabulary_becomes_a_tokenizer_with_the_same_ids(tmp_path):
     words = "a came crane driver flying he is just left the . @-@ 's <pad> <unk> <cls> <sep> <mask>".split()
     tokenizer = d2l_tokenizer(words, max_length=32)
-    first, second = "A crane is flying .", "the crane driver @-@ came unseen ."
+    first = "A crane is flying ."
+    second = "the crane driver @-@ came unseen ."
     pair = ["<cls>", *first.lower().split(), "<sep>", *second.split(), "<sep>"]
     expected = [words.index(word if word in words else "<unk>") for word in pair]
     d2l_bert.D2lBertForMaskedLM(d2l_bert.D2lBertConfig(vocab_size=len(words))).save_pretrained(tmp_path)

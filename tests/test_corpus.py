@@ -75,7 +75,8 @@ def test_a_file_without_a_suffix_is_read_unless_it_is_binary(tmp_path):
 
 def test_file_names_of_any_bytes_are_read(tmp_path):
     """Upper case in the suffix, and a name that is not UTF-8, packed or not."""
-    folder, pack = os.fsencode(tmp_path), {b"": bytes, b".gz": gzip.compress, b".ZST": packed_by_zstd}
+    folder = os.fsencode(tmp_path)
+    pack = {b"": bytes, b".gz": gzip.compress, b".ZST": packed_by_zstd}
     for end, packed in pack.items():
         for name, content in {b"TXT": b"In a file.", b"Jsonl": b'{"text": "In a row."}\n'}.items():
             Path(os.fsdecode(folder + b"/caf\xe9." + name + end)).write_bytes(packed(content))
@@ -97,7 +98,8 @@ def test_every_line_end_and_every_marked_encoding_is_read(encoding, ends, times,
     lines = LINES * times  # the pieces of a stream then end within characters and line ends
     text = "".join(f"{line}{ends[n % len(ends)]}" for n, line in enumerate(lines))
     if encoding.startswith("be"):
-        text, encoding = f"\ufeff{text}", f"utf-{encoding[3:]}-be"
+        text = f"\ufeff{text}"
+        encoding = f"utf-{encoding[3:]}-be"
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
     assert lines_of(str(tmp_path / "a.txt")) == lines
     with io.BytesIO(text.encode(encoding)) as stdin:

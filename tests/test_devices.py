@@ -146,7 +146,8 @@ def chosen(device, run=None, architecture=None):
 
 def test_eager_attention_is_chosen_on_a_cpu_except_for_long_rows_without_dropout(gpu):
     for device, length, dropout in itertools.product(("cpu", "cuda"), (256, 257), (0.0, 0.1)):
-        run, architecture = PretrainConfig(max_seq_length=length), D2lBertConfig(attention_probs_dropout_prob=dropout)
+        run = PretrainConfig(max_seq_length=length)
+        architecture = D2lBertConfig(attention_probs_dropout_prob=dropout)
         is_sdpa = device == "cuda" or (length, dropout) == (257, 0.0)
         assert chosen(device, run, architecture).attn_implementation == ("sdpa" if is_sdpa else "eager")
 

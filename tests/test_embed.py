@@ -181,10 +181,12 @@ def test_vectors_that_were_saved_find_the_same_lines_and_are_not_computed_again(
     encoders, tmp_path, monkeypatch, fails
 ):
     (tmp_path / "lines.txt").write_text("\n".join(make_lines(200, seed=2)) + "\n")
-    model, config = str(encoders / "ours"), EmbedConfig(nearest=["the crane"], top_k=4)
+    model = str(encoders / "ours")
+    config = EmbedConfig(nearest=["the crane"], top_k=4)
     fresh = embed(model, str(tmp_path / "lines.txt"), config)
     embed(model, str(tmp_path / "lines.txt"), EmbedConfig(output=str(tmp_path / "saved.parquet")))
-    computed, vectors_of = [], module.vectors_of
+    computed = []
+    vectors_of = module.vectors_of
     monkeypatch.setattr(
         module, "vectors_of", lambda texts, *more: computed.append(len(texts)) or vectors_of(texts, *more)
     )
@@ -229,7 +231,8 @@ def test_an_error_in_the_middle_leaves_no_file(encoders, tmp_path, monkeypatch):
 # `attention`: the picture of all heads, and the distance of a word's vectors in two texts
 
 
-FIRST, SECOND = "a crane is flying", "a crane driver came"
+FIRST = "a crane is flying"
+SECOND = "a crane driver came"
 
 
 @pytest.mark.parametrize("name", ["ours", "stock", "roberta"])
@@ -246,7 +249,8 @@ def test_the_weights_of_all_heads_are_read_with_their_tokens_and_segments(encode
 @pytest.mark.slow
 def test_a_token_is_drawn_in_a_font_that_has_it_and_dollars_are_text(encoders, tmp_path, monkeypatch, recwarn):
     """What no font has is said, and another character drawn; as a formula `$x_y$` is an error."""
-    fonts, installed = font_manager.fontManager, font_manager.fontManager.ttflist
+    fonts = font_manager.fontManager
+    installed = font_manager.fontManager.ttflist
     stix, dejavu = (font_manager.get_font(fonts.findfont(name)) for name in ("STIXGeneral", "DejaVu Sans"))
     rare = next(c for c in map(chr, stix.get_charmap()) if not dejavu.get_char_index(ord(c)) and c.isprintable())
     monkeypatch.setattr(attention, "attention_of", lambda *_: (["$x_y$", rare], 0, np.ones((1, 1, 2, 2))))

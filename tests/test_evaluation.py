@@ -44,7 +44,8 @@ def test_two_processes_give_the_figures_of_one(models, evaluate, tmp_path):
     folders = [str(models[name]) for name in ("ours", "bert", "roberta")]
     options = [f"--corpus={others}", "--pppl_sentences=9", f"--blimp={pairs}", "--batch_tokens=300"]
     alone = evaluate(*folders, *options)
-    output, said = tmp_path / "two.json", tmp_path / "said.txt"
+    output = tmp_path / "two.json"
+    said = tmp_path / "said.txt"
     ranks = start(["evaluate", *folders, *options, f"--output={output}"], processes=2, said=said)
     assert end(ranks, 240) == [0, 0], said.read_text()
     assert said.read_text().count("MLM loss") == 1 and "MLM loss" not in (tmp_path / "said.txt.1").read_text()
@@ -131,7 +132,8 @@ def test_held_out_documents_are_refused_where_they_are_not_those_of_the_run(trai
 def test_a_model_without_the_head_is_told_apart_from_a_damaged_one_with_the_commands_that_take_it(
     auto_class, command, others, trained, tmp_path, fails
 ):
-    folder, pairs = tmp_path / "other", write_pairs(tmp_path / "pairs")
+    folder = tmp_path / "other"
+    pairs = write_pairs(tmp_path / "pairs")
     words = [command, folder, *(["A b.", "C d."] if command == "next-sentence" else [f"--blimp={pairs}"])]
     model = auto_class.from_pretrained(trained)
     model.save_pretrained(folder)
@@ -181,7 +183,8 @@ LINES = [
 
 @pytest.fixture(scope="module")
 def reader(trained):
-    tokenizer, model = AutoTokenizer.from_pretrained(trained), AutoModelForMaskedLM.from_pretrained(trained)
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    model = AutoModelForMaskedLM.from_pretrained(trained)
     return SimpleNamespace(tokenizer=tokenizer, model=model.eval(), folder=trained)
 
 
@@ -313,7 +316,8 @@ def test_only_runs_that_differ_in_nothing_but_their_seed_are_seeds_of_one(traine
     assert "(0.7)" in capsys.readouterr().out
     rows = list(csv.DictReader((tmp_path / "runs.csv").open(newline="")))
     assert [(row["runs"], row["seeds"]) for row in rows] == [("run", "2"), *((name, "1") for name in [*changes][2:])]
-    seen, deviation = rows[0]["words seen, millions"], rows[0]["words seen, millions, standard deviation"]
+    seen = rows[0]["words seen, millions"]
+    deviation = rows[0]["words seen, millions, standard deviation"]
     assert (float(seen), float(deviation)) == pytest.approx((0.5, math.sqrt(0.5)))
 
 

@@ -135,7 +135,8 @@ def test_a_fresh_process_without_the_package_gives_the_same_ids(version, saved, 
 @needs_version_4
 @pytest.mark.parametrize("kind", ["bert", "kmers"])
 def test_added_tokens_survive_in_both_versions(kind, tmp_path):
-    tokenizer, text = KINDS[kind](), "a [E1] b[/E1] <w> c"
+    tokenizer = KINDS[kind]()
+    text = "a [E1] b[/E1] <w> c"
     tokenizer.add_special_tokens({"additional_special_tokens": ["[E1]", "[/E1]"]})
     tokenizer.add_tokens(["<w>"])
     save_tokenizer(tokenizer, tmp_path / "tok")
@@ -183,7 +184,8 @@ def test_transformers_js_gives_the_same_ids(saved, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_read_from_its_folder_and_from_a_bare_tokenizer_json(kind, saved, tmp_path):
-    made, expected = KINDS[kind](), json.loads((saved / "expected.json").read_text())[kind]
+    made = KINDS[kind]()
+    expected = json.loads((saved / "expected.json").read_text())[kind]
     shutil.copy(saved / kind / "tokenizer.json", tmp_path)
     bare = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     bare.post_processor = bare.decoder = None  # as `tokenizers` writes a tokenizer that it has trained
@@ -235,7 +237,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_stands_in_the_way_of_a_tokenizer_is_named(reason, tmp_path):
-    made, names = backend(cased(), "."), {f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS}
+    made = backend(cased(), ".")
+    names = {f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS}
     made = REFUSED[reason](made, names) or made
     PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="cannot be loaded") as caught:

@@ -24,7 +24,8 @@ from d2l_bert.modeling.export import read_for_task
 from d2l_bert.records import read_record
 
 
-FLOAT, INT8 = "onnx/model.onnx", "onnx/model_quantized.onnx"
+FLOAT = "onnx/model.onnx"
+INT8 = "onnx/model_quantized.onnx"
 TEXTS = ["Anna walked to the garden.", "The drum was old and small and heavy. Then Hugo left."]
 PROMPT = "Anna walked to the [MASK]."
 
@@ -76,8 +77,10 @@ def test_every_file_gives_the_outputs_of_the_model(task, trained, tmp_path):
     encoded = tokenizer(TEXTS, TEXTS[::-1], padding=True, return_tensors="pt")
     is_real = encoded["attention_mask"].bool()
     with torch.no_grad():
-        expected, of_stock = model(**encoded), stock(**encoded)
-    in_float, in_int8 = run_onnx(folder / FLOAT, encoded), run_onnx(folder / INT8, encoded)
+        expected = model(**encoded)
+        of_stock = stock(**encoded)
+    in_float = run_onnx(folder / FLOAT, encoded)
+    in_int8 = run_onnx(folder / INT8, encoded)
     assert list(in_float) == list(in_int8) == list(expected)
     for name in expected:
         place = is_real if expected[name].shape[:2] == is_real.shape else slice(None)

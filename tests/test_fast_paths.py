@@ -212,7 +212,8 @@ def scores_of_labels_at(probability, peak, dtype, rows=200, vocab_size=1000):
     """
     generator = torch.Generator().manual_seed(3)
     scores = torch.randn(rows, vocab_size, generator=generator, dtype=torch.double)
-    labels, places = torch.randint(1, vocab_size, (rows,), generator=generator), torch.arange(rows)
+    labels = torch.randint(1, vocab_size, (rows,), generator=generator)
+    places = torch.arange(rows)
     scores[places, labels] = -torch.inf
     if peak:
         scores[:, 0] = scores[:, 1:].logsumexp(1) + math.log(0.995 / 0.005)
@@ -222,7 +223,8 @@ def scores_of_labels_at(probability, peak, dtype, rows=200, vocab_size=1000):
 
 def losses_and_gradients_of_scores(loss_of, scores, labels):
     """The sum of the losses and its gradient by the scores. The states are one-hot, so the weight is the scores."""
-    states, bias = torch.eye(len(scores), dtype=scores.dtype), torch.zeros(scores.shape[1])
+    states = torch.eye(len(scores), dtype=scores.dtype)
+    bias = torch.zeros(scores.shape[1])
     weight = scores.T.to(torch.promote_types(scores.dtype, torch.float32)).requires_grad_()
     loss = loss_of(states, weight, bias.to(weight.dtype), labels)
     return loss.item(), torch.autograd.grad(loss, weight)[0].T.double()

@@ -45,7 +45,8 @@ def tuned(trained, files, tmp_path_factory):
 
 
 def test_the_card_names_the_base_model_the_data_and_the_command(tuned, trained):
-    card, record = (tuned / "README.md").read_text(), read_record(tuned / "run_config.json")
+    card = (tuned / "README.md").read_text()
+    record = read_record(tuned / "run_config.json")
     assert "base_model" not in card.split("---")[1] and str(trained) not in card and "confusion_matrix.png" in card
     for made_of in (record["base_model"], *record["data"]["splits"].values()):
         assert f"fingerprint `{made_of['fingerprint']}`" in card
@@ -118,14 +119,16 @@ def test_a_model_trained_in_bf16_is_measured_in_float32(trained, files, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["{}/rows:default", "../secret-project/rows/"])
 def test_no_folder_above_a_data_set_is_in_any_file_of_a_run(trained, tmp_path, monkeypatch, place):
-    secret, out = tmp_path / "secret-project", tmp_path / "out"
+    secret = tmp_path / "secret-project"
+    out = tmp_path / "out"
     (secret / "rows").mkdir(parents=True)
     for split, count in (("train", 12), ("test", 6)):
         write_table(secret / "rows" / f"{split}.csv", rows_of(count, 0))
     monkeypatch.chdir(secret)
     options = ["--task=classification", f"--dataset={place.format(secret)}", "--max_steps=1", "--license=mit"]
     finetune(trained, out, *options)
-    record, shown = read_record(out / "run_config.json"), place.rstrip("/").rpartition("/")[2]
+    record = read_record(out / "run_config.json")
+    shown = place.rstrip("/").rpartition("/")[2]
     assert record["finetune"]["dataset"] == shown and record["data"]["hub_datasets"] == []
     assert record["data"]["splits"]["test"]["name"] == f"{shown}, split test"
     assert "secret-project" not in "".join(path.read_text() for path in out.glob("*.[jm][sd]*"))
@@ -136,11 +139,13 @@ def test_no_folder_above_a_data_set_is_in_any_file_of_a_run(trained, tmp_path, m
 def test_an_edited_card_keeps_its_words_when_seeds_are_added(trained, files, tmp_path, capsys):
     command = ["--task=classification", *files, "--max_steps=2", "--license=mit"]
     finetune(trained, tmp_path, *command)
-    path, again = tmp_path / "README.md", ["--resume_from_checkpoint=latest"]
+    path = tmp_path / "README.md"
+    again = ["--resume_from_checkpoint=latest"]
     path.write_text(path.read_text().replace("Bias: not measured.", "Bias: see below.") + "\nMy own words.\n")
     capsys.readouterr()
     metrics = finetune(trained, tmp_path, *command, "--num_seeds=2", *again)
-    text, said = path.read_text(), capsys.readouterr().err
+    text = path.read_text()
+    said = capsys.readouterr().err
     assert "My own words." in text and "Bias: see below." in text and "Bias: not measured." not in text
     assert "was edited" in said and "edited lines" not in said
     assert "rows, by seed" in text and f"| mean | {100 * metrics['mean']['test']['accuracy']:.1f} % |" in text
@@ -235,9 +240,11 @@ def test_rates_and_seeds_that_diverge_are_left_out(trained, tmp_path, diverging,
 
 @pytest.mark.slow
 def test_the_class_that_f1_is_of_is_named_and_the_report_has_each_class(tuned, trained, files, capsys):
-    metrics, card = read_record(tuned / "metrics.json"), (tuned / "README.md").read_text()
+    metrics = read_record(tuned / "metrics.json")
+    card = (tuned / "README.md").read_text()
     assert metrics["f1_of"] == "boris" and metrics["best_metric"] == "accuracy"
-    rows, report = read_csv(tuned / "predictions.csv"), metrics["classification_report"]["test"]
+    rows = read_csv(tuned / "predictions.csv")
+    report = metrics["classification_report"]["test"]
     for name in ("anna", "boris"):
         right = sum(row["label"] == row["prediction"] == name for row in rows)
         both = sum((row["label"] == name) + (row["prediction"] == name) for row in rows)
@@ -329,7 +336,8 @@ def test_losses_are_means_over_labels_however_rows_are_batched(task, rows, train
 )
 @pytest.mark.filterwarnings("error")
 def test_any_name_of_a_class_can_be_drawn_and_many_classes_are_not(classes, labels, tmp_path, monkeypatch):
-    figures, savefig = [], Figure.savefig
+    figures = []
+    savefig = Figure.savefig
     monkeypatch.setattr(
         Figure, "savefig", lambda self, *rest, **more: (figures.append(self), savefig(self, *rest, **more))
     )

@@ -458,10 +458,12 @@ def test_a_new_run_deletes_only_what_a_run_writes(finished, tmp_path):
 
 @pytest.mark.slow
 def test_a_finished_run_is_replaced_or_gets_further_seeds(finished, command, trained, fails, tmp_path):
-    folder, go_on = shutil.copytree(finished, tmp_path / "out"), "--resume_from_checkpoint=latest"
+    folder = shutil.copytree(finished, tmp_path / "out")
+    go_on = "--resume_from_checkpoint=latest"
     line = fails("finetune", trained, *command, f"--output_dir={folder}")
     assert "--resume_from_checkpoint latest" in line and "replace it with --overwrite_output_dir" in line
-    before, weights = read_record(folder / "metrics.json"), (folder / "model.safetensors").read_bytes()
+    before = read_record(folder / "metrics.json")
+    weights = (folder / "model.safetensors").read_bytes()
     metrics = finetune(trained, folder, *command, "--num_seeds=3", go_on)
     assert metrics["seeds"][0] == before["seeds"][0] and len(metrics["seeds"]) == 3
     best = max(metrics["seeds"], key=lambda seed: (seed["validation"]["accuracy"], -seed["validation"]["loss"]))

@@ -203,19 +203,22 @@ def test_predicted_labels_are_lists_and_are_read_back_from_csv(names, separator,
 
 def dummy(train, test, strategy):
     """What scikit-learn's dummy classifier of this strategy predicts for the rows of a split."""
-    texts, labels = np.zeros((len(train.rows), 1)), [row.label for row in train.rows]
+    texts = np.zeros((len(train.rows), 1))
+    labels = [row.label for row in train.rows]
     return DummyClassifier(strategy=strategy).fit(texts, labels).predict(np.zeros((len(test.rows), 1)))
 
 
 def test_what_knows_nothing_has_seen_the_training_labels_alone(tmp_path):
     """Train has nine hams in ten, test one; scikit-learn's dummies as judges."""
-    train, test = ["ham"] * 9 + ["spam"], ["spam"] * 9 + ["ham"]
+    train = ["ham"] * 9 + ["spam"]
+    test = ["spam"] * 9 + ["ham"]
     options = {"test_file": str(write_table(tmp_path / "test.csv", labelled(*test)))}
     task, splits = load(write_table(tmp_path / "train.csv", labelled(*train)), "text-classification", **options)
     _, found = task.baseline(splits["train"], splits["test"])
     expected = np.mean(dummy(splits["train"], splits["test"], "most_frequent") == np.array(test))
     assert found["accuracy"] == expected == 0.1
-    numbers, others = [1.0, 2.0, 6.0], [30.0, 50.0]
+    numbers = [1.0, 2.0, 6.0]
+    others = [30.0, 50.0]
     options = {"test_file": str(write_table(tmp_path / "test.csv", labelled(*others)))}
     task, splits = load(write_table(tmp_path / "train.csv", labelled(*numbers)), "regression", **options)
     guess = DummyRegressor(strategy="mean").fit(np.zeros((3, 1)), numbers).predict(np.zeros((2, 1)))
@@ -480,10 +483,12 @@ def test_the_best_span_is_that_of_trying_all_spans(long_answers):
     spans = [[] for _ in split.rows]
     for window, of_window in zip(features.windows, scores, strict=True):
         of_window = of_window[[0, *window.positions]].astype(float)
-        shares, count = np.exp(of_window) / np.exp(of_window).sum(0), len(of_window)
+        shares = np.exp(of_window) / np.exp(of_window).sum(0)
+        count = len(of_window)
         for one, other in [(0, 0), *((a, b) for a in range(1, count) for b in range(a, min(a + 5, count)))]:
             begin = int(window.places[one - 1, 0]) if one else None
-            score, share = of_window[one, 0] + of_window[other, 1], shares[one, 0] * shares[other, 1]
+            score = of_window[one, 0] + of_window[other, 1]
+            share = shares[one, 0] * shares[other, 1]
             spans[window.row].append((score, share, begin))
     for span, of_row in zip(task.row_outputs(split, features.windows, scores), spans, strict=True):
         nothing = min(span for span in of_row if span[2] is None)

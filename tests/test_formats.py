@@ -112,7 +112,8 @@ def made_with() -> dict[str, dict]:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_gives_what_is_recorded(text, tmp_path):
-    recorded, today = json.loads(RECORD.read_text()), made_with()
+    recorded = json.loads(RECORD.read_text())
+    today = made_with()
     if today["versions"] != recorded["versions"]:
         pytest.skip(f"recorded with {recorded['versions']}, and {today['versions']} are installed")
     assert today["formats"] == recorded["formats"], "record anew with `python tests/test_formats.py`"

@@ -51,7 +51,8 @@ def of_a_run(name, has_labels):
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("model_class", [D2lBertForPreTraining, D2lBertForMaskedLM])
 def test_losses_and_gradients_are_those_of_padded_or_packed_rows(model_class, name, setting):
-    model, has_labels = make_model(model_class, make_config(setting)).train(), model_class is D2lBertForPreTraining
+    model = make_model(model_class, make_config(setting)).train()
+    has_labels = model_class is D2lBertForPreTraining
     batch = of_a_run(name, has_labels)
     expected = loss_and_gradients(model, **of_a_run("padded", has_labels) if name == "packed" else batch)
     assert_same(loss_and_gradients(model, **batch), expected, **CLOSE)
@@ -177,7 +178,8 @@ def test_with_the_gradient_of_a_slice_compiled_the_loss_is_the_same(monkeypatch)
 
 def products_of(model, batch):
     """The shape (outputs, inputs) of the weight of each product that the layers of the encoder compute."""
-    shapes, linear = [], F.linear
+    shapes = []
+    linear = F.linear
 
     def watched(states, weight, bias=None):
         shapes.append(tuple(weight.shape))
@@ -191,7 +193,8 @@ def products_of(model, batch):
 
 def test_query_key_and_value_are_one_product_and_in_the_last_block_key_and_value(monkeypatch):
     model = in_training(D2lBertForMaskedLM, num_hidden_layers=2)
-    batch, hidden = make_batch(model), model.config.hidden_size
+    batch = make_batch(model)
+    hidden = model.config.hidden_size
     assert not {(2 * hidden, hidden), (3 * hidden, hidden)} & set(products_of(model, batch))
     compute_as_on("gpu", monkeypatch)
     shapes = products_of(model, batch)

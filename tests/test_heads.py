@@ -43,10 +43,12 @@ def test_outputs_and_loss_are_those_of_stock_bert(head, attention, act):
     model.set_attn_implementation(attention)
     batch = stacked(make_rows(head))
     asked = {"output_hidden_states": True, "output_attentions": attention == "eager"}
-    expected, outputs = bert(**batch, **asked), model(**batch, **asked)
+    expected = bert(**batch, **asked)
+    outputs = model(**batch, **asked)
     expected = {name: value for name, value in expected.items() if name != "cross_attentions"}
     torch.testing.assert_close({name: outputs[name] for name in expected}, expected, atol=1e-5, rtol=1e-4)
-    usual, plain = model(**batch), model(**batch, return_dict=False)
+    usual = model(**batch)
+    plain = model(**batch, return_dict=False)
     torch.testing.assert_close(plain[:2], bert(**batch, return_dict=False)[:2], atol=1e-5, rtol=1e-4)
     model.config.return_dict = False
     assert isinstance(model(**batch), tuple) and torch.equal(model(**batch, return_dict=True)[0], usual[0])
@@ -64,7 +66,8 @@ def test_the_loss_of_a_model_in_float64_is_exact_in_float64(head, problem):
     options = {"num_labels": 3} if head in ("ForSequenceClassification", "ForTokenClassification") else {}
     if problem:
         options = {"num_labels": 1 if problem == "regression" else 3, "problem_type": problem}
-    model, batch = of_head(head, **options).double().eval(), stacked(make_rows(head))
+    model = of_head(head, **options).double().eval()
+    batch = stacked(make_rows(head))
     if problem:
         batch["labels"] = torch.rand(len(batch["input_ids"]), model.config.num_labels, dtype=torch.float64)
     weight = model.bert.encoder.layer[0].addnorm1.LayerNorm.bias
@@ -125,7 +128,8 @@ def test_a_training_step_compiles_without_a_graph_break(backend):
 
 @pytest.mark.slow
 def test_flex_attention_equals_eager_attention_on_packed_rows():
-    model, inputs = of_head("ForPreTraining", num_hidden_layers=1, attn_implementation="eager"), PACKED
+    model = of_head("ForPreTraining", num_hidden_layers=1, attn_implementation="eager")
+    inputs = PACKED
     real = (inputs["sequence_ids"] != 0)[..., None]
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # flex attention warns if it is not compiled
@@ -142,7 +146,8 @@ def test_flex_attention_equals_eager_attention_on_packed_rows():
 
 def trained_once(head, rows, batch_size, accumulation, folder, **options):
     """Loss and gradients of one optimizer step on `rows` under Transformers' Trainer."""
-    model, gradient = of_head(head, **options), {}
+    model = of_head(head, **options)
+    gradient = {}
 
     class Catch(TrainerCallback):
         def on_pre_optimizer_step(self, *_, **__):
@@ -218,7 +223,8 @@ def test_a_step_without_pair_labels_trains_on_its_masked_tokens(tmp_path):
 
 def test_two_texts_are_answered_in_the_labels_of_what_the_model_was_trained_to_tell(trained, tmp_path, capsys):
     """A model of SOP, by its record, tells the order; the same probabilities as NSP's for the two labels."""
-    record, shares = read_record(trained / "run_config.json"), []
+    record = read_record(trained / "run_config.json")
+    shares = []
     for objective in ("nsp", "sop"):
         folder = tmp_path / objective
         shutil.copytree(trained, folder, ignore=shutil.ignore_patterns("checkpoint-*"))

@@ -261,7 +261,8 @@ def report_run(start, folder, first, last):
 def test_tensorboard_holds_the_numbers_of_the_log_and_resumed_steps_only_once(start, tmp_path):
     rows = [row for row in report_run(start, tmp_path, 1, 6) if row["step"] <= 4]
     rows += report_run(start, tmp_path, 5, 8)  # resumed from the checkpoint of step 4
-    shown, expected = EventAccumulator(str(tmp_path / "d2l-bert"), size_guidance={"scalars": 0}).Reload(), {}
+    shown = EventAccumulator(str(tmp_path / "d2l-bert"), size_guidance={"scalars": 0}).Reload()
+    expected = {}
     groups = {"train": "train", "held_out": "eval"}
     for row in rows:
         for name in row.keys() - {"step"} if kind_of(row) in groups else ():
@@ -295,7 +296,9 @@ def test_a_failing_tracker_is_reported_and_all_others_continue(caplog):
 # The operations of a training step, as PyTorch counts them, and the measured peak
 
 
-ROWS, LENGTH, PREDICTED = 5, 17, 3
+ROWS = 5
+LENGTH = 17
+PREDICTED = 3
 COUNTS = SimpleNamespace(
     tokens=ROWS * LENGTH, squared_lengths=ROWS * LENGTH**2, masked_tokens=ROWS * PREDICTED, examples=ROWS
 )

@@ -9,7 +9,9 @@ from d2l_bert.training.data.masking import mask_tokens
 from d2l_bert.training.data.random_numbers import random_keys, random_numbers, random_order
 
 
-MASK, FIRST_ORDINARY, VOCAB_SIZE = 4, 5, 45
+MASK = 4
+FIRST_ORDINARY = 5
+VOCAB_SIZE = 45
 IS_CONTINUATION = np.arange(2000) >= 1000  # of the ids that `pieces` draws
 
 
@@ -80,7 +82,8 @@ def test_the_numbers_of_neighbouring_keys_and_positions_are_uncorrelated():
 @pytest.mark.parametrize("masking", ["token", "whole_word", "span"])
 def test_a_sequences_masks_do_not_depend_on_the_rest_of_the_batch(masking):
     rng = np.random.default_rng(0)
-    tokens, keys = rng.integers(5, 2000, (40, 30)), random_keys([7], np.arange(40))
+    tokens = rng.integers(5, 2000, (40, 30))
+    keys = random_keys([7], np.arange(40))
     candidates = np.arange(30) < rng.integers(1, 31, (40, 1))
     how = (MASK, FIRST_ORDINARY, VOCAB_SIZE, 0.3, masking, np.arange(2000) >= 1000)
     masked, chosen = mask_tokens(tokens, candidates, keys, *how)

@@ -162,7 +162,8 @@ BAD = "``` \n```\n`![t](https://x.y/p.png)` <img src=x onerror=alert(1)> | [l](h
 @pytest.mark.parametrize("contents_of", [pretrained_contents, tuned_contents])
 def test_no_entry_of_a_strangers_record_becomes_markup(contents_of, facts, place):
     """Each string or number in turn: the card shows it as it is, or the folder is refused in one line."""
-    refused, shown_as_text = [], 0
+    refused = []
+    shown_as_text = 0
     for number, file in enumerate(FILES):
         for path in leaves(contents_of(facts, "name")[number]):
             contents = contents_of(facts, "name")
@@ -284,7 +285,8 @@ ODD_NAMES = (
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_names_stay_in_their_place_through_all_commands(name, trained, books, tmp_path, capsys):
     inside = tmp_path / "in"
-    stem, model = name.removesuffix(".csv"), tmp_path / "made" / f"m {name[:40]}"
+    stem = name.removesuffix(".csv")
+    model = tmp_path / "made" / f"m {name[:40]}"
     corpus = shutil.copytree(books, inside / stem)
     before = sorted(tmp_path.rglob("*"))
     sizes = [*SMALL, "--max_steps=2", "--license=mit"]

@@ -31,7 +31,8 @@ def test_adamw_steps_as_in_its_paper(setting):
     optimizer = make_adamw(model.parameters(), rate, decay, (beta1, beta2), epsilon)
     decays = torch.cat([torch.full((p.numel(),), decay * is_decayed(name)) for name, p in model.named_parameters()])
     theta = parameters_to_vector(model.parameters()).double()
-    m, v = torch.zeros_like(theta), torch.zeros_like(theta)
+    m = torch.zeros_like(theta)
+    v = torch.zeros_like(theta)
     for t in (1, 2, 3):
         for parameter in model.parameters():
             parameter.grad = torch.randn(parameter.shape) * 0.01
@@ -39,7 +40,8 @@ def test_adamw_steps_as_in_its_paper(setting):
         gradient = parameters_to_vector(parameter.grad for parameter in model.parameters()).double()
         m = beta1 * m + (1 - beta1) * gradient
         v = beta2 * v + (1 - beta2) * gradient**2
-        m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
+        m_hat = m / (1 - beta1**t)
+        v_hat = v / (1 - beta2**t)
         theta = theta - rate * (m_hat / (v_hat.sqrt() + epsilon) + decays * theta)
         torch.testing.assert_close(parameters_to_vector(model.parameters()).double(), theta, rtol=1e-5, atol=1e-7)
 
@@ -71,7 +73,8 @@ def test_muon_steps_as_in_its_papers():
     muon, _ = make_optimizers(make_model(D2lBertForPreTraining, make_config()), "muon", 0.02, 0.3, (0.9, 0.98), 1e-6)
     matrices = muon.param_groups[0]["params"]
     before = [matrix.detach().clone() for matrix in matrices]
-    expected, averages = [theta.clone() for theta in before], [torch.zeros_like(theta) for theta in before]
+    expected = [theta.clone() for theta in before]
+    averages = [torch.zeros_like(theta) for theta in before]
     for _ in range(3):
         for theta, average, matrix in zip(expected, averages, matrices, strict=True):
             matrix.grad = torch.randn(matrix.shape)
@@ -80,7 +83,8 @@ def test_muon_steps_as_in_its_papers():
             theta -= 0.02 * (0.2 * max(matrix.shape) ** 0.5 * u @ v + 0.3 * theta)
         muon.step()
     for matrix, theta, start in zip(matrices, expected, before, strict=True):
-        moved, should_move = matrix.detach() - start, theta - start
+        moved = matrix.detach() - start
+        should_move = theta - start
         assert (moved * should_move).sum() / (moved.norm() * should_move.norm()) > 0.95
         assert 0.8 < moved.norm() / should_move.norm() < 1.2
 
@@ -143,7 +147,8 @@ def test_the_model_has_the_averages_inside_the_context_and_its_own_weights_after
     def bits():
         return parameters_to_vector(model.parameters()).detach().view(torch.int32)
 
-    before, averages = bits(), parameters_to_vector(average.averages.values())
+    before = bits()
+    averages = parameters_to_vector(average.averages.values())
     with error, average.in_place():
         assert torch.equal(parameters_to_vector(model.parameters()), averages)
         if setting == "bert":

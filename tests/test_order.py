@@ -68,7 +68,8 @@ def test_the_windows_of_an_epoch_hold_each_sentence_once(case, is_weighted, stre
         ends = corpus.first_tokens(np.append(0, corpus.source_ends))
         # With its own number of tokens as its weight, a source is read once in an epoch.
         pairs = make(corpus, np.diff(ends).tolist() if is_weighted else ())
-        found, pieces_of = [], Counter()
+        found = []
+        pieces_of = Counter()
         for first, end in pieces_in(pairs, 3):
             document = int(find(corpus.document_starts, first))
             start, stop = corpus.document_starts[document : document + 2]
@@ -98,7 +99,9 @@ def test_pairs_are_taken_from_window_to_window_and_have_masks_of_their_own(corpu
         for start in (1700, 400, len(windows[0]), 1):
             taken, cursor = whole.take(START, start)
             np.testing.assert_array_equal(taken, expected[:start])
-            following, behind, found = make(corpus), cursor, []
+            following = make(corpus)
+            behind = cursor
+            found = []
             with mock.patch.object(following, "pieces", wraps=following.pieces) as pieces:
                 for count in (200, 5, 395):  # the second ends in the window that it begins in
                     some, behind = following.take(behind, count)
@@ -115,7 +118,8 @@ def test_pairs_are_taken_from_window_to_window_and_have_masks_of_their_own(corpu
 @pytest.mark.parametrize("share", [0, 0.2, 0.5, "as it is", 0.9, 1])
 def test_a_sentence_comes_as_often_as_the_weight_of_its_source_says(corpus, share):
     """An epoch has as many tokens as the corpus; a source has its share of them, whatever its own size is."""
-    tokens, borders = np.diff(corpus.first_tokens([0, 50, 120])), corpus.document_starts[[0, 50, 120]]
+    tokens = np.diff(corpus.first_tokens([0, 50, 120]))
+    borders = corpus.document_starts[[0, 50, 120]]
     share = tokens[1] / tokens.sum() if share == "as it is" else share
     pairs = make(corpus, weights=(3 * (1 - share), 3 * share))  # up to a common factor
     assert min(pairs.stretches) >= order.WEIGHTED_STRETCHES

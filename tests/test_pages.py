@@ -118,7 +118,8 @@ export const AutoModelForMaskedLM = AutoModelForSequenceClassification;
 def test_names_of_a_model_and_its_classes_are_text_on_the_page(tmp_path):
     labels = ["<img src=x onerror=\"document.title='run'\">", "</span><script>alert(1)</script>", "\u202e{{ 7 * 7 }}"]
     name = f"{labels[0]} ../a `b` \n {'x' * 300}"
-    exported, page = tmp_path / "exported", tmp_path / "page"
+    exported = tmp_path / "exported"
+    page = tmp_path / "page"
     for file in ("tokenizer.json", "tokenizer_config.json", INT8):
         (exported / file).parent.mkdir(parents=True, exist_ok=True)
         (exported / file).write_text("{}")

@@ -43,7 +43,8 @@ class Corpus:
 
     def pairs(self, pairing, max_seq_length, seed=0, **options):
         """The pairs that are made of all documents, as `IN_DOCUMENTS`."""
-        pieces, rng = (self.document_starts[:-1], self.document_starts[1:]), np.random.default_rng(seed)
+        pieces = (self.document_starts[:-1], self.document_starts[1:])
+        rng = np.random.default_rng(seed)
         pairs = made_by.lay_out(self, *pieces, rng, max_seq_length=max_seq_length, pairing=pairing, **options)
         assert pairs.dtype == PAIR
         found = np.zeros(len(pairs), dtype=IN_DOCUMENTS)
@@ -99,7 +100,9 @@ def corpora(draw):
 @st.composite
 def any_pairs(draw):
     """A corpus of any shape, its pairs for any objective, and the tokens that a pair may have."""
-    corpus, seed, capacity = draw(corpora()), draw(st.integers(0, 2**32)), draw(st.integers(5, 40))
+    corpus = draw(corpora())
+    seed = draw(st.integers(0, 2**32))
+    capacity = draw(st.integers(5, 40))
     options = {"objective": draw(st.sampled_from(["nsp", "sop"]))}
     pairing = draw(st.sampled_from(["segments", "sentences"]))
     if pairing == "segments":
@@ -260,7 +263,8 @@ def test_segments_fill_the_length_unless_their_document_ends():
 def test_every_boundary_between_a_and_b_is_equally_likely():
     pairs = Corpus([[1] * 20_000]).pairs("segments", 8 + SPECIALS_IN_A_PAIR, short_seq_prob=0, objective="sop")
     first = np.where(pairs["next_sentence_label"] == made_by.IN_ORDER, *lengths_of(pairs))
-    counts, expected = np.bincount(first, minlength=8), len(pairs) / 7
+    counts = np.bincount(first, minlength=8)
+    expected = len(pairs) / 7
     assert counts[0] == 0 and len(counts) == 8
     assert np.abs(counts[1:] - expected).max() < 4 * np.sqrt(expected * 6 / 7)
 
@@ -268,9 +272,11 @@ def test_every_boundary_between_a_and_b_is_equally_likely():
 @pytest.mark.parametrize(("probability", "tolerance"), [(0, 0), (1, 0.02), (0.1, 0.04)])
 def test_short_seq_prob_is_the_share_of_short_pairs(probability, tolerance):
     """One in 49 of the lengths drawn from 2 to 50 is the full one. Pairs at the end of a document are short anyway."""
-    corpus, length = Corpus([[1] * 500] * 40), 50 + SPECIALS_IN_A_PAIR
+    corpus = Corpus([[1] * 500] * 40)
+    length = 50 + SPECIALS_IN_A_PAIR
     pairs = corpus.pairs("segments", length, short_seq_prob=probability, objective="sop")
-    starts, ends = np.minimum(pairs["a_start"], pairs["b_start"]), np.maximum(pairs["a_end"], pairs["b_end"])
+    starts = np.minimum(pairs["a_start"], pairs["b_start"])
+    ends = np.maximum(pairs["a_end"], pairs["b_end"])
     is_short = sum(lengths_of(pairs))[(starts > 0) & (ends < 500)] < 50
     assert is_short.mean() == pytest.approx(probability * 48 / 49, abs=tolerance)
 

@@ -58,7 +58,8 @@ def documents(text):
 
 @pytest.mark.slow
 def test_parts_hold_the_documents_and_tokens_of_their_texts_in_order(parts, texts):
-    together, each = prepare(TextConfig(corpus=parts)), [prepare(TextConfig(corpus=[part])) for part in parts]
+    together = prepare(TextConfig(corpus=parts))
+    each = [prepare(TextConfig(corpus=[part])) for part in parts]
     whole = prepare(TextConfig(corpus=list(map(str, texts))), load_tokenizer(parts[0]))
     (train, held_out), of_whole = documents(together), documents(whole)
     assert sorted(train + held_out) == sorted(itertools.chain(*of_whole)) and len(train + held_out) == PARTS * 24
@@ -170,7 +171,8 @@ def test_held_out_documents_of_a_part_that_another_trains_on_are_left_out_and_sa
 def test_parts_that_train_on_all_held_out_documents_of_each_other_are_refused(tmp_path, monkeypatch):
     """The second part has the rows of the first, and holds out what the first trains on."""
     text = write_rows(tmp_path / "rows.jsonl", rows_of(0, 40))
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     assert main(["prepare", f"--corpus={text}", f"--output_dir={first}", "--vocab_size=300"]) == 0
     monkeypatch.setattr(preparing, "held_out_documents", lambda *given: ~held_out_documents(*given))
     assert main(["prepare", f"--corpus={text}", f"--output_dir={second}", f"--tokenizer={first}"]) == 0
@@ -237,7 +239,8 @@ def test_a_part_that_does_not_fit_is_refused_by_name(options, words, parts, text
 
 @pytest.mark.slow
 def test_a_run_notices_files_of_another_size_and_changed_small_files(parts, tmp_path, fails):
-    folder, out = shutil.copytree(parts[0], tmp_path / "tokens"), tmp_path / "out"
+    folder = shutil.copytree(parts[0], tmp_path / "tokens")
+    out = tmp_path / "out"
     options = [option for option in SMALL if not option.startswith("--vocab_size")]
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert len(files) >= 15
@@ -292,7 +295,8 @@ def test_a_document_of_a_corpus_of_few_is_found_in_a_validation_text(tmp_path):
 
 
 def test_a_validation_text_is_divided_as_the_prepared_corpus_was(tmp_path):
-    lines, tokens = tmp_path / "lines.txt", tmp_path / "tokens"
+    lines = tmp_path / "lines.txt"
+    tokens = tmp_path / "tokens"
     lines.write_text("".join(f"Line {number} is a document. It has two sentences.\n" for number in range(60)))
     assert main(["prepare", "--corpus", str(lines), "--documents=line", f"--output_dir={tokens}"]) == 0
     for corpus, options in ((tokens, {}), (lines, {"documents": "line"})):

@@ -296,14 +296,16 @@ def test_cells_that_spreadsheets_compute_get_an_apostrophe(classifier, tmp_path)
 @pytest.mark.slow
 def test_the_tokens_that_are_read_of_a_long_text_are_those_of_the_whole(trained):
     tokenizer = AutoTokenizer.from_pretrained(trained)
-    plain, rng = long_texts.without_limits(tokenizer.backend_tokenizer), random.Random(0)
+    plain = long_texts.without_limits(tokenizer.backend_tokenizer)
+    rng = random.Random(0)
     for alphabet in ("ab. ", "é a\u0301,", "中文 .", " \t", ".", "x", "[MASK] "):
         for _ in range(20):
             most = rng.choice([8, 13, 32])
             text = "".join(rng.choice([alphabet, *alphabet]) for _ in range(rng.randrange(2000)))
             begun = long_texts.beginning_of(text, most, plain)
             assert text.startswith(begun)
-            ids, of_whole = plain.encode(begun).ids, plain.encode(text).ids
+            ids = plain.encode(begun).ids
+            of_whole = plain.encode(text).ids
             assert ids[:most] == of_whole[:most]
             assert begun == text or len(ids) > most
     assert len(long_texts.beginning_of("." * 4_000_000, 512, plain)) < 1000
@@ -319,7 +321,8 @@ def test_of_long_words_no_more_is_tokenized_than_a_fixed_number_of_characters(di
     class Counting:
         """The tokenizer, which notes how long the texts are that it gets."""
 
-        truncation_side, backend_tokenizer = direction, plain
+        truncation_side = direction
+        backend_tokenizer = plain
 
         def __call__(self, *columns, **options):
             lengths.extend(len(text) for column in columns for text in column)
@@ -414,7 +417,8 @@ def test_a_tag_of_words_without_pieces_is_one_of_the_tags():
 
 @pytest.mark.parametrize("task", COLUMNS)
 def test_a_record_without_a_part_that_its_task_needs_is_refused(task):
-    config, record = PredictConfig(output="a.csv"), record_of(task)
+    config = PredictConfig(output="a.csv")
+    record = record_of(task)
     assert restored_task("m", {**record, "finetune": {"task": task, "option_of_tomorrow": 1}}, config).columns
     for name in ("columns", *restored_task("m", record, config).restored):
         learnt = {key: value for key, value in record["learnt"].items() if key != name}

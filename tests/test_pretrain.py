@@ -127,7 +127,8 @@ def test_a_dry_run_says_the_number_of_steps_that_the_run_takes(few_books, tmp_pa
     model_class = D2lBertForMaskedLM if "--objective=none" in options else D2lBertForPreTraining
     with watched(model_class) as (trained, _):
         assert command(*words) == 0
-    record, tokens = read_json(tmp_path / "out" / "run_config.json"), 0
+    record = read_json(tmp_path / "out" / "run_config.json")
+    tokens = 0
     assert int(said[1].replace(",", "")) == record["run"]["max_steps"]
     for batch in trained:
         begins_or_ends = torch.isin(batch["input_ids"], torch.tensor([CLS, SEP]))
@@ -173,7 +174,8 @@ def test_without_a_pair_objective_there_is_no_head_for_it_and_no_mention_of_it(b
 @pytest.mark.parametrize("rows", [[[0, 1, 2, 3, 4, 5, 6, 7]], [[3, 1], [0, 5, 2], [7, 4, 6]]])
 def test_held_out_counts_of_packed_pairs_equal_those_of_unpacked_pairs(rows):
     config = make_config(max_position_embeddings=128)
-    model, sequences = make_model(D2lBertForPreTraining, config), make_sequences()
+    model = make_model(D2lBertForPreTraining, config)
+    sequences = make_sequences()
     batches = padded(sequences), packed(sequences, rows)
     single, together = (held_out_counts(model, [batch], "cpu") for batch in batches)
     torch.testing.assert_close(together, single, rtol=1e-5, atol=1e-4)
@@ -189,7 +191,8 @@ def test_the_mean_cosine_and_the_distinct_predictions_equal_a_direct_count(rows)
     model = make_model(D2lBertForPreTraining, make_config())
     with torch.no_grad():
         outputs = model(**rows, output_hidden_states=True)
-    vectors, cosines = outputs.hidden_states[-1], []
+    vectors = outputs.hidden_states[-1]
+    cosines = []
     tokens = rows["attention_mask" if "attention_mask" in rows else "sequence_ids"].nonzero().tolist()
     for row, column in tokens:
         for other_row, other in tokens:

@@ -69,7 +69,8 @@ def test_branch_message_and_pull_request_are_used(here, trained, capsys):
 
 def test_a_stock_bert_with_a_padded_vocabulary_and_its_pooling_is_published(here, trained, tmp_path, capsys):
     """Many BERTs have more entries than their tokenizer, and a sentence-transformers model has modules beside it."""
-    tokenizer, folder = AutoTokenizer.from_pretrained(trained), tmp_path / "stock"
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    folder = tmp_path / "stock"
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     BertModel(BertConfig(vocab_size=len(tokenizer) + 7, **sizes)).save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
@@ -170,7 +171,8 @@ def test_models_saved_by_words_go_to_branches_of_their_names_with_cards_of_their
         assert files["model.safetensors"] == (out / branch / "model.safetensors").read_bytes()
         record = json.loads(files["run_config.json"])
         assert record["run"]["corpus"] == ["books"] and record["checkpoint_words"] == words
-        step, card = record["checkpoint_step"], files["README.md"].decode()
+        step = record["checkpoint_step"]
+        card = files["README.md"].decode()
         assert 'from_pretrained("someone/bert", revision="model-' in card
         assert "license: apache-2.0" in card and "MLM loss" not in card and "Reproduce" not in card
         assert f"taken after {words:,} words of text, which is {step} steps of a run of 40" in card

@@ -34,7 +34,8 @@ def apart(books, tmp_path):
 def run_apart(folder, *words):
     """Train on two ranks; returns the `subprocess.Popen` objects, and a function that reads what each has said."""
     said = folder / "said.txt"
-    words, environment = ["pretrain", "--output_dir=out", *words], {"APART": str(folder)}
+    words = ["pretrain", "--output_dir=out", *words]
+    environment = {"APART": str(folder)}
     ranks = start(words, script=RANKS_APART, environment=environment, processes=2, said=said)
     return ranks, lambda: [said.read_text(), Path(f"{said}.1").read_text()]
 
@@ -118,7 +119,8 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("group", ["no group", "own group"])
 def test_a_launched_program_can_pretrain_twice_and_keeps_its_process_group(books, tmp_path, group):
     """Without a group of the program's own, and with one, which still adds over the ranks after each run."""
-    program, said = tmp_path / "program.py", tmp_path / "said.txt"
+    program = tmp_path / "program.py"
+    said = tmp_path / "said.txt"
     program.write_text(PROGRAM)
     ranks = start([tmp_path, books, group], script=program, processes=2, said=said)
     assert end(ranks, 120) == [0, 0], said.read_text()
@@ -137,7 +139,8 @@ FILES = ("model.safetensors", "checkpoint-4/model.safetensors", "checkpoint-4/op
 
 def assert_the_same(one, two, *files):
     for name in (*FILES, *files):
-        tensors, expected = load_file(two / name), load_file(one / name)
+        tensors = load_file(two / name)
+        expected = load_file(one / name)
         assert tensors.keys() == expected.keys()
         for key, tensor in expected.items():
             torch.testing.assert_close(tensors[key], tensor, atol=1e-4, rtol=0)
@@ -173,7 +176,8 @@ def test_fsdp2_and_one_process_train_the_same_weights_and_resume_each_others_che
             assert main([*words, f"--output_dir={folder}"]) == 0
 
     averages = ["checkpoint-4/average.safetensors"] if "--ema_decay=0.9" in options else []
-    one, two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     train(one, with_fsdp=False)
     train(two, with_fsdp=True)
     assert_the_same(one, two, *averages)

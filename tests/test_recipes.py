@@ -71,7 +71,8 @@ def test_options_of_the_command_line_replace_or_shorten_a_recipes_schedules():
 
 @pytest.mark.parametrize("recipe", ["tiny", "small"])
 def test_a_run_that_starts_from_a_model_has_a_lower_rate_unless_one_is_given(trained, recipe):
-    words, usual = [f"--recipe={recipe}", f"--init_from={trained}"], RECIPES[recipe]()[1].learning_rate
+    words = [f"--recipe={recipe}", f"--init_from={trained}"]
+    usual = RECIPES[recipe]()[1].learning_rate
     assert 0 < resolved(*words)[1].learning_rate < usual
     assert resolved(*words, f"--learning_rate={2 * usual}")[1].learning_rate == 2 * usual
 
@@ -261,7 +262,8 @@ def test_a_schedule_of_lengths_leaves_a_step_of_full_length(max_steps, schedule)
 
 def test_the_time_of_a_run_is_that_of_all_steps_of_each_stage(monkeypatch):
     """On a clock on which a step takes the seconds that stand in it, and the first of each stage 9 s."""
-    clock, taken = SimpleNamespace(now=0.0), [None]
+    clock = SimpleNamespace(now=0.0)
+    taken = [None]
     monkeypatch.setattr(schedule, "time", SimpleNamespace(monotonic=lambda: clock.now))
     stages = {0: 1.0, 40: 0.25, 90: 3.0, 99: 2.0}  # the last one is a single step
 

@@ -81,7 +81,8 @@ def test_the_card_is_rendered_again_from_the_files(place, files):
 
 def test_the_record_belongs_to_the_recipe_of_today(place, files):
     _, record, _, release = files
-    recipe, way_out = read_recipe(place.name), WAY_OUT.format(place.name)
+    recipe = read_recipe(place.name)
+    way_out = WAY_OUT.format(place.name)
     assert release["recipe"] == recipe, way_out
     planned = {
         f"{what} {name}": options for what in ("evaluate", "finetune") for name, options in recipe[what].items()
@@ -109,7 +110,8 @@ SHIPPED = [place for place in RECORDED if (place / "model.safetensors").exists()
 
 @pytest.mark.parametrize("place", SHIPPED, ids=lambda folder: folder.name)
 def test_the_shipped_model_is_that_of_its_record_and_fills_masks_as_its_card_says(place):
-    release, metrics = read_record(place / "release.json"), read_record(place / "metrics.json")
+    release = read_record(place / "release.json")
+    metrics = read_record(place / "metrics.json")
     assert content_hash(place / "model.safetensors") == release["weights_sha256"] != release["float32_sha256"]
     model = D2lBertForPreTraining.from_pretrained(place)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -132,7 +134,8 @@ def test_the_repository_ships_what_its_recipes_say_in_14_mb():
 def test_a_word_has_another_vector_in_each_text_in_the_released_model_of_the_book():
     """The example of section 15.10."""
     place = RELEASES / "d2l-bert-d2l-books"
-    tokenizer, encoder = AutoTokenizer.from_pretrained(place), D2lBertModel.from_pretrained(place)
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    encoder = D2lBertModel.from_pretrained(place)
     vectors = []
     for texts in (["a crane is flying"], ["a crane driver came", "he just left"]):
         encoded = tokenizer(*texts, return_tensors="pt")
@@ -213,7 +216,8 @@ def given(books, tmp_path):
 @pytest.fixture
 def root(given, tmp_path):
     """A folder like model_cards/ with a release that is not recorded yet."""
-    root, entries = tmp_path / "model_cards", []
+    root = tmp_path / "model_cards"
+    entries = []
     (root / NAME).mkdir(parents=True)
     (root / NAME / "release.toml").write_text(RECIPE)
     for name, belows in {"BOOKS": ("train", "valid"), "TABLES": (".",)}.items():
@@ -249,13 +253,16 @@ def make(root, given, folder, **options):
 
 @pytest.mark.slow
 def test_a_model_is_recorded_made_again_to_the_byte_and_published(root, given, tmp_path, in_process, capsys):
-    place, first, again = root / NAME, tmp_path / "build" / NAME, tmp_path / "again"
+    place = root / NAME
+    first = tmp_path / "build" / NAME
+    again = tmp_path / "again"
     assert make(root, given, first, record=True) == 0
     assert {path.name for path in place.iterdir()} == {
         *("README.md", "config.json", "metrics.json", "release.json", "release.toml", "run_config.json"),
         "training_curves.png",
     }
-    record, card = read_record(place / "release.json"), (place / "README.md").read_text()
+    record = read_record(place / "release.json")
+    card = (place / "README.md").read_text()
     git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
     head = subprocess.run(git, capture_output=True, text=True).stdout.strip()  # nothing outside of a checkout
     assert (record["commit"] or "") == head
@@ -290,7 +297,8 @@ def test_a_model_is_recorded_made_again_to_the_byte_and_published(root, given, t
 
 @pytest.mark.slow
 def test_a_task_is_fine_tuned_beside_the_same_architecture_from_scratch(root, given, tmp_path, in_process):
-    folder, recipe = tmp_path / "made", root / NAME / "release.toml"
+    folder = tmp_path / "made"
+    recipe = root / NAME / "release.toml"
     for task, words in (("places", "there is no model of .*; make it first"), ("animals", "give one of places")):
         with pytest.raises(UserError, match=words):
             make(root, given, folder, task=task)
@@ -313,12 +321,16 @@ def test_a_task_is_fine_tuned_beside_the_same_architecture_from_scratch(root, gi
 
 @pytest.mark.slow
 def test_weights_in_the_repository_are_rounded_and_its_figures_are_theirs(root, given, tmp_path, in_process):
-    place, folder, recipe = root / NAME, tmp_path / "made", root / NAME / "release.toml"
+    place = root / NAME
+    folder = tmp_path / "made"
+    recipe = root / NAME / "release.toml"
     assert make(root, given, folder) == 0
-    exact, before = load_file(folder / "model.safetensors"), read_record(folder / "release.json")
+    exact = load_file(folder / "model.safetensors")
+    before = read_record(folder / "release.json")
     recipe.write_text(recipe.read_text().replace("seed = 3", "seed = 3\nships_weights = true"))
     assert make(root, given, folder, overwrite=True, record=True) == 0
-    record, metrics = read_record(place / "release.json"), read_record(place / "metrics.json")
+    record = read_record(place / "release.json")
+    metrics = read_record(place / "metrics.json")
     assert record["float32_sha256"] == before["weights_sha256"] != record["weights_sha256"]
     shipped = load_file(place / "model.safetensors")
     assert all(tensor.dtype == torch.bfloat16 for tensor in shipped.values())

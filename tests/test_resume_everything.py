@@ -13,7 +13,8 @@ from runs import log_rows
 from safetensors.torch import load_file
 
 
-MAX_STEPS, EVAL_STEPS = 80, 5
+MAX_STEPS = 80
+EVAL_STEPS = 5
 WORD_SAVES = ("chck_2k", "chck_5k", "chck_20k")
 
 # With an average, schedules of length and batch, models saved by words seen, and a row of the log for each step; all
@@ -36,7 +37,8 @@ MOMENTS = {"setup": 2.0, "step": SLOW_SECONDS, "save": 0.01, "step again": SLOW_
 # steps at a peak rate of 3e-3: the largest difference of a weight is 5e-6 between uninterrupted runs of one and of two
 # processes, and no larger between an uninterrupted run and one that is killed and changed 20 times. The losses of a
 # step or an evaluation differ by 3e-7 of their size, perplexities by 5e-7. The tolerances are some ten times as wide.
-WEIGHT_TOLERANCE, LOSS_TOLERANCE = 5e-5, 1e-5
+WEIGHT_TOLERANCE = 5e-5
+LOSS_TOLERANCE = 1e-5
 
 
 def last_step(said) -> int:
@@ -73,7 +75,8 @@ def run_with_kills(words, folder, said, variants, seed):
         variants: the number of processes, the steps between checkpoints, and further options, of the starts in turn.
     """
     words = [*words, f"--output_dir={folder}", "--resume_from_checkpoint=latest"]
-    slow, rng = {"PROMISES_STEP_SECONDS": str(SLOW_SECONDS)}, random.Random(seed)
+    slow = {"PROMISES_STEP_SECONDS": str(SLOW_SECONDS)}
+    rng = random.Random(seed)
     kills = [(moment, number) for moment in MOMENTS for number in (signal.SIGKILL, signal.SIGTERM) * 2]
     for turn, (moment, number) in enumerate(rng.sample(kills, len(kills))):
         count, save_steps, options = variants[turn % len(variants)]
@@ -123,7 +126,8 @@ def check_figures(figures, expected, tolerance):
     assert figures.keys() == expected.keys()
     ties = {"eval_mlm_accuracy": "eval_masked_tokens", "eval_nsp_accuracy": "eval_pairs"} if tolerance else {}
     for name in expected.keys() - MEASURED:
-        wanted, tie = expected[name], 1.01 / expected[ties[name]] if name in ties else 0
+        wanted = expected[name]
+        tie = 1.01 / expected[ties[name]] if name in ties else 0
         if isinstance(wanted, float):
             wanted = pytest.approx(wanted, rel=tolerance, abs=tie)
         assert figures[name] == wanted, f"{name}: {figures}"
@@ -135,7 +139,8 @@ def check_same_run(folder, whole, tolerance=0.0):
         state, expected = (read_json(run / path.name / "training_state.json") for run in (folder, whole))
         for name in ("step", "cursor", "words_seen", "skipped_in_a_row"):
             assert state[name] == expected[name], f"{name} at {path.name}"
-    rows, expected_rows = log_rows(folder), log_rows(whole)
+    rows = log_rows(folder)
+    expected_rows = log_rows(whole)
     assert [row["step"] for row in rows if "learning_rate" in row] == list(range(1, MAX_STEPS + 1))
     assert sum("event" in row for row in rows) == 2 and sum("eval_mlm_loss" in row for row in rows) == 16
     metrics = [read_json(run / "metrics.json") for run in (folder, whole)]
@@ -167,7 +172,9 @@ def test_twenty_kills_change_no_byte_of_a_run_whose_micro_batches_stay(books, tm
         (1, save_steps, [f"--dataloader_num_workers={workers}"])
         for workers, save_steps in ((0, 2), (1, 3), (2, 1), (0, 4), (2, 2), (1, 1), (0, 3))
     ]
-    whole, folder, said = tmp_path / "whole", tmp_path / "killed", tmp_path / "said.txt"
+    whole = tmp_path / "whole"
+    folder = tmp_path / "killed"
+    said = tmp_path / "said.txt"
     run_without_kills(words, whole, said)
     run_with_kills(words, folder, said, variants, seed=0)
     check_same_run(folder, whole)
@@ -199,7 +206,8 @@ def test_twenty_kills_with_other_processes_and_micro_batches_change_a_run_by_rou
     for folder in (pair, killed):
         check_same_run(folder, whole, LOSS_TOLERANCE)
         for file in tensor_files():
-            tensors, expected = load_file(folder / file), load_file(whole / file)
+            tensors = load_file(folder / file)
+            expected = load_file(whole / file)
             assert tensors.keys() == expected.keys()
             for name, tensor in expected.items():
                 assert (tensors[name] - tensor).abs().max() < WEIGHT_TOLERANCE, f"{folder.name}: {file}: {name}"

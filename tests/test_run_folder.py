@@ -48,7 +48,8 @@ def instants(monkeypatch, tmp_path):
         A list that fills during the run: the function, ("rename", "delete" or "sync", name of the file), and a copy of
         the folder as it was right before, which is what a run that is killed there leaves.
     """
-    at_work, taken = [], []
+    at_work = []
+    taken = []
 
     def noted(kind, function):
         def call(path, *arguments, **how):
@@ -97,7 +98,8 @@ def test_a_run_killed_at_any_rename_leaves_no_weights_beside_files_of_another_ru
     instants.clear()
     after = run(books, folder, *changes)
     assert before.keys() == after.keys() == MODEL_FILES and before["run_config.json"] != after["run_config.json"]
-    done, copies = [what for _, what, _ in instants], [(function, copy) for function, _, copy in instants]
+    done = [what for _, what, _ in instants]
+    copies = [(function, copy) for function, _, copy in instants]
     found = [contents(copy) for _, copy in copies]
     assert all(files in (before, after) or WEIGHTS not in files for files in found)
     assert before in found and after in found and any(WEIGHTS not in files for files in found)

@@ -147,8 +147,11 @@ def test_a_resumed_run_goes_on_from_the_cursor_of_the_step_before_and_lays_out_n
     text, monkeypatch, step
 ):
     whole = make_steps(text)
-    cursor, expected = step_at(whole, step - 1).cursor, sequences_of(step_at(whole, step).micro_batches)
-    again, laid_out, pieces = make_steps(text), [], EpochPairs.pieces
+    cursor = step_at(whole, step - 1).cursor
+    expected = sequences_of(step_at(whole, step).micro_batches)
+    again = make_steps(text)
+    laid_out = []
+    pieces = EpochPairs.pieces
     for stage in again.stages:
         stage.pairs._open_window = None  # a new process has laid out nothing
 
@@ -164,7 +167,8 @@ def test_a_resumed_run_goes_on_from_the_cursor_of_the_step_before_and_lays_out_n
 
 def test_without_workers_a_thread_makes_two_steps_ahead_while_this_one_is_taken():
     """And an error of this thread is raised where its step is taken."""
-    made, threads = [threading.Event() for _ in range(6)], set()
+    made = [threading.Event() for _ in range(6)]
+    threads = set()
 
     class Steps:
         on_gpu = False

@@ -43,7 +43,10 @@ documents_of_a_store = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size
 def test_joined_stores_hold_the_documents_that_are_kept_one_after_the_other(stores, at_once, rng):
     """As one store that is written from the documents that are kept."""
     with tempfile.TemporaryDirectory() as folder:
-        parts, kept, documents, ids = [], [], [], []
+        parts = []
+        kept = []
+        documents = []
+        ids = []
         vocab_size = rng.choice([400, 70_000])  # ids of either type
         for number, lengths in enumerate(stores):
             drawn = np.array([rng.randrange(vocab_size) for _ in range(sum(map(sum, lengths)))])

@@ -20,7 +20,8 @@ from d2l_bert.training.run_folder import refuse_foreign_entries
 @pytest.mark.parametrize("place", ["attempts", "attempts/evil", "attempts/rate/model", "checkpoint-5", "log.jsonl"])
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_a_run_s_folder_with_links_or_pipes_is_refused(tmp_path, place, kind):
-    folder, victim = tmp_path / "run", tmp_path / "victim"
+    folder = tmp_path / "run"
+    victim = tmp_path / "victim"
     victim.mkdir()
     (folder / place).parent.mkdir(parents=True)
     if kind == "link":

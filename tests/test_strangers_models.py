@@ -107,7 +107,8 @@ def files_in(folder):
 def run(command):
     """Run a command in this process; returns its exit code and what it wrote on stdout and stderr."""
     demo.load.cache_clear()  # it keeps models by their names, and every one is called M here
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(COMMANDS[command])
     return code, out.getvalue(), err.getvalue()
@@ -130,7 +131,8 @@ def refusal(command):
     "name", ["../mine", ".bashrc", "/etc/hostname", "sub/x.png", "x.txt", "..", "a.png/../../mine"]
 )
 def test_a_picture_that_is_no_picture_in_the_folder_is_not_copied(name, model):
-    folder, mine = model("run"), Path("mine")
+    folder = model("run")
+    mine = Path("mine")
     mine.write_text("precious")
     (folder / ".bashrc").write_text("evil")
     edit(folder / "metrics.json", pictures={name: ""})
@@ -156,7 +158,8 @@ COPIED = ("README.md", "metrics.json", "training_curves.png", "1_Pooling/config.
 
 @pytest.mark.parametrize("name", [*READ, *COPIED, "LICENSE"])
 def test_a_link_that_leaves_the_folder_is_followed_by_no_command(name, model):
-    file, secret = model("run") / name, Path("secret")
+    file = model("run") / name
+    secret = Path("secret")
     file.parent.mkdir(exist_ok=True)
     secret.write_bytes(file.read_bytes() if file.exists() else b"{}")
     file.unlink(missing_ok=True)
@@ -168,7 +171,8 @@ def test_a_link_that_leaves_the_folder_is_followed_by_no_command(name, model):
 def test_a_link_in_a_module_of_an_exported_model_is_refused_and_the_cache_of_the_hub_is_read(model):
     """The Hub's client keeps a model as links from `snapshots/<commit>/` to `blobs/`."""
     folder = model("run")
-    blobs, snapshot = Path("cache/blobs").resolve(), Path("cache/snapshots/abc").resolve()
+    blobs = Path("cache/blobs").resolve()
+    snapshot = Path("cache/snapshots/abc").resolve()
     shutil.rmtree("cache", ignore_errors=True)
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -457,7 +461,9 @@ PROPERTIES = ("sub_configs", "is_heterogeneous", "per_layer_attributes", "use_re
 @contextlib.contextmanager
 def heard():
     """Collect all that Transformers logs within the block."""
-    said, logger, handler = [], logging.getLogger("transformers"), logging.Handler()
+    said = []
+    logger = logging.getLogger("transformers")
+    handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logger.addHandler(handler)
     try:
@@ -554,7 +560,8 @@ def test_a_hostile_tokenizer_is_refused_in_one_line_and_at_once(what, model, cap
 
 
 PADDING = {"strategy": "BatchLongest", "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]"}
-CLS, TEXT = {"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+CLS = {"SpecialToken": {"id": "[CLS]", "type_id": 0}}
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
 KNOWN = {"[CLS]": {"id": "[CLS]", "ids": [2], "tokens": ["[CLS]"]}}
 ADDED = {"special": True, **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)}
 
@@ -663,7 +670,8 @@ TEMPLATES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("what", TEMPLATES)
 def test_a_tokenizer_that_makes_other_inputs_than_an_encoder_reads_is_refused(what, model):
-    folder, rules = model("run"), None
+    folder = model("run")
+    rules = None
     if TEMPLATES[what]:
         single, pair, ids = TEMPLATES[what]
         known = {name: {"id": name, "ids": [3], "tokens": [name]} for name in ("[CLS]", "[SEP]")}
@@ -679,7 +687,8 @@ def test_a_tokenizer_that_makes_other_inputs_than_an_encoder_reads_is_refused(wh
 def stock_tokenizers():
     """A tokenizer of each kind of stock encoders, of letters."""
     letters = [*"abcdefghijklmnopqrstuvwxyz"]
-    bert, bytes_of = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    bert = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    bytes_of = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 
     def numbered(special, more=()):
         return {entry: number for number, entry in enumerate([*special, *letters, *more])}
@@ -949,7 +958,8 @@ def damaged(text, draw):
 def damage_and_run(seed, model):
     """Damage a record of a model, and run a command that reads it; a string that says what was wrong, or ""."""
     draw = random.Random(seed)
-    kind, name = draw.choice([*COMMANDS_OF]), draw.choice(RECORDS)
+    kind = draw.choice([*COMMANDS_OF])
+    name = draw.choice(RECORDS)
     folder = model(kind)
     if not (folder / name).exists():
         return ""

@@ -259,7 +259,8 @@ def test_the_columns_that_are_there_are_listed(tmp_path):
 
 
 def test_parquet_columns_of_each_type_of_text_are_read_and_numbers_are_refused_with_their_row(tmp_path):
-    file, values = tmp_path / "rows.parquet", ["one", None, "two"]
+    file = tmp_path / "rows.parquet"
+    values = ["one", None, "two"]
     columns = [pa.array(values, kind) for kind in (pa.string(), pa.large_string(), pa.string_view())]
     for column in (*columns, columns[1].dictionary_encode(), pa.nulls(2)):
         pq.write_table(pa.table({"text": column}), file)
@@ -281,7 +282,8 @@ PACKERS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".zst": packed
 @pytest.mark.parametrize("packed", PACKERS)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json", "a.txt", "wiki_00", "A.JSONL", "a.csv"])
 def test_a_table_is_read_as_such_whatever_its_name(name, packed, tmp_path):
-    file, content = tmp_path / f"{name}{packed}", CELLS if "csv" in name else "\n" + ROWS
+    file = tmp_path / f"{name}{packed}"
+    content = CELLS if "csv" in name else "\n" + ROWS
     file.write_bytes(PACKERS[packed](content.encode()))
     expected = [f"Page {number}." for number in range(30)]
     assert texts(file_source(file)) == [[text] for text in expected]

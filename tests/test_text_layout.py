@@ -201,7 +201,10 @@ def read(source):
 def test_a_document_ends_where_the_option_says(tmp_path):
     """The same lines, read in each way; a line is never joined to the next, as the lines are not wrapped."""
     (tmp_path / "a.txt").write_text("One came. Two went.\nThree sat.\n\n \nFour rose. Five fell.\nSix stood.\n")
-    one, three, four, six = ["One came.", "Two went."], ["Three sat."], ["Four rose.", "Five fell."], ["Six stood."]
+    one = ["One came.", "Two went."]
+    three = ["Three sat."]
+    four = ["Four rose.", "Five fell."]
+    six = ["Six stood."]
     whole = [[*one, *three, *four, *six]]
     expected = {"auto": whole, "file": whole, "line": [one, three, four, six], "blank_line": [one + three, four + six]}
     sources = {documents: file_source(tmp_path, HowToRead(documents=documents)) for documents in expected}
@@ -264,7 +267,9 @@ def test_the_documents_and_sentences_are_those_of_the_text(kind, tmp_path):
 @pytest.mark.parametrize("opened", [file_source, lambda folder, how: dataset_source(str(folder), how=how)])
 def test_rows_are_divided_like_files_and_put_together_in_blocks(opened, tmp_path):
     write_table(tmp_path / "train.jsonl", [{"text": ""}, *[{"text": "One came.\nTwo went.\n\nThree sat."}] * 100])
-    one, two, three = "One came.", "Two went.", "Three sat."
+    one = "One came."
+    two = "Two went."
+    three = "Three sat."
     assert read(opened(tmp_path, HowToRead(documents="line"))) == [[one], [two], [three]] * 100
     assert read(opened(tmp_path, HowToRead(documents="blank_line"))) == [[one, two], [three]] * 100
     blocks = opened(tmp_path, HowToRead(documents="file"))
@@ -354,7 +359,8 @@ def test_a_document_of_a_small_corpus_is_divided_alike_wherever_it_stands(paragr
     """Small at first, so that a short text can be split; never more than a quarter of what stands before."""
     blocks = list(split_sentences([book(paragraphs, sentences_each) for _ in range(2)], "en", Counter()))
     first, second = ([block for document, _, block in blocks if document == number] for number in (0, 1))
-    count, sizes = paragraphs * sentences_each, list(map(len, first))
+    count = paragraphs * sentences_each
+    sizes = list(map(len, first))
     assert first == second and sum(first, []) == [f"Sentence {n}." for n in range(count)]
     assert len(sizes) >= min(4, count // 2) and max(sizes[:4]) <= 6
     assert all(size <= 2 * (1 + sum(sizes[:number]) // 4) for number, size in enumerate(sizes))
@@ -365,7 +371,8 @@ def sentences_of(text, counts):
 
 
 def test_text_without_full_stops_is_cut_between_words_and_counted():
-    words, counts = [f"word{n}" for n in range(1000)], Counter()
+    words = [f"word{n}" for n in range(1000)]
+    counts = Counter()
     paragraphs = [" ".join(words), "x" * 2500, "Short."]
     sentences = sentences_of(paragraphs, counts)
     assert " ".join(sentences[:-5]).split() == words and "".join(sentences[-5:-1]) == "x" * 2500
@@ -377,7 +384,8 @@ def test_text_without_full_stops_is_cut_between_words_and_counted():
 
 
 def test_a_long_text_without_full_stops_is_cut_in_each_window_and_loses_nothing():
-    counts, text = Counter(), "A word " * 100_000 + "ends. Then two more. Three."
+    counts = Counter()
+    text = "A word " * 100_000 + "ends. Then two more. Three."
     sentences = sentences_of([text], counts)
     assert sentences[-2:] == ["Then two more.", "Three."] and " ".join(sentences) == text
     assert counts[CUT] == -(-700_000 // SPLIT_CHARACTERS)

@@ -72,7 +72,8 @@ def test_what_a_killed_process_left_is_deleted_by_the_next_one(tmp_path, name):
 
 @pytest.mark.slow
 def test_a_small_file_that_two_write_at_nearly_the_same_time_is_written_twice(tmp_path):
-    in_block, done = threading.Event(), []
+    in_block = threading.Event()
+    done = []
 
     def write():
         in_block.wait()
