@@ -85,12 +85,17 @@ def test_a_tie_counts_half_and_errors_are_binomial():
     pairs = [MinimalPair("a", "x", "g", "b")] * 4 + [MinimalPair("b", "y", "g", "b")] * 4
     scores = np.array([-1, -2, -1, -3, -1, -5, -2, -1] + [-1, -2, -2, -1, -3, -3, -7, -7], dtype=float)
     found = blimp_results(pairs, scores)
-    assert found["paradigms"]["a"]["accuracy"] == 0.75 and found["paradigms"]["b"]["accuracy"] == 0.5
-    assert found["paradigms"]["b"]["ties"] == 2 and found["ties"] == 2 and found["pairs"] == 8
+    assert found["paradigms"]["a"]["accuracy"] == 0.75
+    assert found["paradigms"]["b"]["accuracy"] == 0.5
+    assert found["paradigms"]["b"]["ties"] == 2
+    assert found["ties"] == 2
+    assert found["pairs"] == 8
     errors = math.sqrt(0.75 * 0.25 / 4), math.sqrt(0.5 * 0.5 / 4)
     assert found["paradigms"]["a"]["standard_error"] == pytest.approx(errors[0])
-    assert found["accuracy"] == 0.625 and found["standard_error"] == pytest.approx(math.hypot(*errors) / 2)
-    assert found["phenomena"]["x"]["accuracy"] == 0.75 and found["phenomena"]["y"]["standard_error"] == errors[1]
+    assert found["accuracy"] == 0.625
+    assert found["standard_error"] == pytest.approx(math.hypot(*errors) / 2)
+    assert found["phenomena"]["x"]["accuracy"] == 0.75
+    assert found["phenomena"]["y"]["standard_error"] == errors[1]
 
 
 @torch.no_grad()
@@ -171,5 +176,6 @@ def test_only_pairs_of_its_paradigms_are_blimp(trained, tmp_path, capsys):
         output = tmp_path / f"{name}.json"
         assert main(["evaluate", str(trained), f"--blimp={tmp_path / name}", f"--output={output}"]) == 0
         said = capsys.readouterr()
-        assert words in said.out and ("BLiMP" in said.out + said.err) == (name == "all")
+        assert words in said.out
+        assert ("BLiMP" in said.out + said.err) == (name == "all")
         assert json.loads(output.read_text())["models"][0]["blimp"]["title"] == words.partition(",")[0]

@@ -159,7 +159,8 @@ def test_a_link_and_a_file_in_place_of_an_entry_are_replaced_and_what_they_lead_
     (tmp_path / "y").write_text("")
     for name in "xy":
         write_once(tmp_path / name, lambda folder: (folder / "whole").write_text("good"))
-        assert (tmp_path / name / "whole").read_text() == "good" and not (tmp_path / name).is_symlink()
+        assert (tmp_path / name / "whole").read_text() == "good"
+        assert not (tmp_path / name).is_symlink()
     assert (tmp_path / "other" / "whole").read_text() == "other"
 
 

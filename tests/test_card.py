@@ -52,7 +52,9 @@ def test_the_cards_metadata_holds_the_same_numbers_and_passes_the_hubs_rules(car
     assert not read_card((trained / "README.md").read_text())[1]
     assert count_parameters(trained) == D2lBertForPreTraining.from_pretrained(trained).num_parameters()
     assert found.data.library_name == "transformers" and found.data.pipeline_tag == "fill-mask"
-    assert found.data.license == "apache-2.0" and found.data.language is None and found.data.datasets is None
+    assert found.data.license == "apache-2.0"
+    assert found.data.language is None
+    assert found.data.datasets is None
     surest = sorted(metrics["predictions"], key=lambda example: -example["output"][0]["score"])[:3]
     assert found.data.widget == [{"text": example["text"]} for example in surest]
     assert all(f"| {example['text']} | `{example['output'][0]['label']}` (" in found.text for example in surest)
@@ -254,7 +256,8 @@ def test_the_command_updates_a_runs_folder_which_can_be_published(folder, tmp_pa
     assert main(["evaluate", str(folder), *options, f"--output={output}"]) == 0
     figures = json.loads(output.read_text())["models"][0]
     metrics = read_record(folder / "metrics.json")
-    assert own.items() <= metrics.items() and metrics["eval/others/mlm_loss"] == figures["text"]["mlm_loss"]
+    assert own.items() <= metrics.items()
+    assert metrics["eval/others/mlm_loss"] == figures["text"]["mlm_loss"]
     assert metrics["eval_blimp_accuracy"] == figures["blimp"]["accuracy"]
     check_card(folder)
     assert (folder / "README.md").read_text() == render_card(folder)
@@ -274,7 +277,8 @@ def test_pairs_of_ones_own_are_never_called_blimp(folder, tmp_path):
     accuracy = metrics["eval/own *pairs*/minimal_pairs_accuracy"]
     assert in_metadata["accuracy on minimal pairs of own *pairs*"] == round(accuracy, 4)
     assert rows[r"accuracy on minimal pairs of own \*pairs\*"] == f"{100 * accuracy:.1f} %" and "39 minimal" in text
-    assert "blimp" not in (folder / "README.md").read_text().lower() and "blimp" not in json.dumps(metrics)
+    assert "blimp" not in (folder / "README.md").read_text().lower()
+    assert "blimp" not in json.dumps(metrics)
     check_card(folder)
     assert (folder / "README.md").read_text() == render_card(folder)
     # Nor figures of others that metrics.json has under this name.

@@ -182,7 +182,8 @@ def test_all_modules_of_a_sentence_transformer_are_copied_from_a_folder_and_from
 
 
 def assert_same_weights(found, expected):
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_d2ls_own_code_agrees(monkeypatch):
@@ -228,7 +229,8 @@ def test_the_books_vocabulary_becomes_a_tokenizer_with_the_same_ids(tmp_path):
     assert 'fill("Paris is the <mask> of France.")' in render_card(tmp_path)
     for each in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
         encoded = each(first, second)
-        assert encoded["input_ids"] == expected and encoded["token_type_ids"] == [0] * 7 + [1] * 8
+        assert encoded["input_ids"] == expected
+        assert encoded["token_type_ids"] == [0] * 7 + [1] * 8
         assert each.mask_token == "<mask>"
 
 

@@ -48,7 +48,8 @@ def test_files_and_folders_are_read_in_order_with_a_paragraph_a_line(tmp_path):
 def test_the_identity_of_a_source_depends_on_its_content_and_not_on_its_path(tmp_path):
     write_files(tmp_path, {"here/a.txt": "Same.", "there/a.txt": "Same.", "other/a.txt": "Other."})
     here, there, other = (file_source(tmp_path / place).identity for place in ("here", "there", "other"))
-    assert here == there != other and here != file_source(tmp_path / "here", HowToRead(max_documents=2)).identity
+    assert here == there != other
+    assert here != file_source(tmp_path / "here", HowToRead(max_documents=2)).identity
 
 
 def test_links_are_followed_and_what_a_folder_leaves_out_is_said(tmp_path, caplog):
@@ -232,7 +233,9 @@ def test_a_dataset_in_memory_is_read_like_its_folder_and_named_by_its_content(tm
     (folder,) = config.dataset
     source = dataset_source(folder)
     assert texts(source) == [[f"Row {n}."] for n in range(2500) if n % 3]
-    assert source.name == Path(folder).name and len(source.name) < 30 and not source.is_on_hub
+    assert source.name == Path(folder).name
+    assert len(source.name) < 30
+    assert not source.is_on_hub
     # The same rows in other pieces, in another order of memory, with another format and other columns.
     pieces = datasets.concatenate_datasets([dataset.select(range(700)), dataset.select(range(700, 2500))])
     shuffled = dataset.shuffle(seed=1).sort("n").remove_columns("n").with_format("numpy")
@@ -241,7 +244,8 @@ def test_a_dataset_in_memory_is_read_like_its_folder_and_named_by_its_content(tm
     assert TextConfig(dataset=[pieces, shuffled, saved]).dataset == [folder, folder, saved]
     assert dataset_source(saved).identity[1:] == source.identity[1:]
     (other,) = TextConfig(dataset=[dataset.select(range(2499))]).dataset
-    assert other != folder and dataset_source(other).identity[1:] != source.identity[1:]
+    assert other != folder
+    assert dataset_source(other).identity[1:] != source.identity[1:]
     assert dataclasses.replace(config, vocab_size=99).dataset == [folder]
     assert PretrainConfig(validation_dataset=dataset).validation_dataset == [folder]
 

@@ -48,10 +48,12 @@ def test_two_processes_give_the_figures_of_one(models, evaluate, tmp_path):
     said = tmp_path / "said.txt"
     ranks = start(["evaluate", *folders, *options, f"--output={output}"], processes=2, said=said)
     assert end(ranks, 240) == [0, 0], said.read_text()
-    assert said.read_text().count("MLM loss") == 1 and "MLM loss" not in (tmp_path / "said.txt.1").read_text()
+    assert said.read_text().count("MLM loss") == 1
+    assert "MLM loss" not in (tmp_path / "said.txt.1").read_text()
     both = json.loads(output.read_text())
     for one, two in zip(alone["models"], both["models"], strict=True):
-        assert two["blimp"] == one["blimp"] and two["text"].keys() == one["text"].keys()
+        assert two["blimp"] == one["blimp"]
+        assert two["text"].keys() == one["text"].keys()
         for name, value in one["text"].items():
             assert two["text"][name] == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), name
 
@@ -269,7 +271,9 @@ def test_runs_of_several_seeds_are_one_row_with_mean_and_deviation(books, tmp_pa
     seconds = [json.loads((folder / "metrics.json").read_text())["train_seconds"] for folder in folders[:3]]
     assert float(first["minutes"]) == pytest.approx(statistics.fmean(seconds) / 60)
     header, _, *rows = table.splitlines()
-    assert header.count("|") == rows[0].count("|") == rows[1].count("|") and "(" in rows[0] and "(" not in rows[1]
+    assert header.count("|") == rows[0].count("|") == rows[1].count("|")
+    assert "(" in rows[0]
+    assert "(" not in rows[1]
 
 
 def record_of(folder, **changes):

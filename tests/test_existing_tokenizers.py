@@ -308,7 +308,8 @@ def test_a_word_in_several_pieces_is_one_word_of_a_list_and_each_piece_a_word_to
     tokenizer = KINDS[kind]()
     word = "ACGTACGTACGT" if kind == "kmers" else "a" * 150
     words = tokenizer([word, "b"], is_split_into_words=True).word_ids()
-    assert words == [None, *[0] * (len(words) - 3), 1, None] and len(words) > 4
+    assert words == [None, *[0] * (len(words) - 3), 1, None]
+    assert len(words) > 4
     maker = BatchMaker(None, tokenizer, PretrainConfig(), 32)
     ids = tokenizer(word, add_special_tokens=False)["input_ids"]
     starts = [place for place, token in enumerate(ids) if not maker.is_continuation[token]]

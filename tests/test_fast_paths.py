@@ -92,7 +92,8 @@ def assert_close_to_dense(model, batch, **tolerance):
     dense = loss_and_gradients(model, **batch, skip_logits=False)
     found = loss_and_gradients(model, **batch)
     name = "prediction_logits" if isinstance(model, D2lBertForPreTraining) else "logits"
-    assert getattr(found[0], name) is None and getattr(dense[0], name).shape[1] == LENGTH
+    assert getattr(found[0], name) is None
+    assert getattr(dense[0], name).shape[1] == LENGTH
     assert_same(found, dense, **tolerance)
 
 
@@ -128,7 +129,8 @@ def test_a_batch_without_labels_has_stock_berts_nan_loss_and_with_a_count_no_gra
     assert model(**batch).loss.isnan() and model(**batch, skip_logits=False).loss.isnan()
     outputs = model(**batch, num_items_in_batch=7)
     outputs.loss.backward()
-    assert outputs.loss == 0 and all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
+    assert outputs.loss == 0
+    assert all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
 
 
 @pytest.mark.parametrize("shape", [(ROWS, LENGTH - 1), (ROWS, LENGTH + 1), (ROWS - 1, LENGTH), (ROWS * LENGTH,)])

@@ -47,7 +47,9 @@ def tuned(trained, files, tmp_path_factory):
 def test_the_card_names_the_base_model_the_data_and_the_command(tuned, trained):
     card = (tuned / "README.md").read_text()
     record = read_record(tuned / "run_config.json")
-    assert "base_model" not in card.split("---")[1] and str(trained) not in card and "confusion_matrix.png" in card
+    assert "base_model" not in card.split("---")[1]
+    assert str(trained) not in card
+    assert "confusion_matrix.png" in card
     for made_of in (record["base_model"], *record["data"]["splits"].values()):
         assert f"fingerprint `{made_of['fingerprint']}`" in card
     assert f"| test accuracy | {100 * read_record(tuned / 'metrics.json')['test_accuracy']:.1f} % |" in card
@@ -225,8 +227,10 @@ def test_rates_and_seeds_that_diverge_are_left_out(trained, tmp_path, diverging,
     diverging(1e-2, 43)
     options = ["--task=classification", *write_splits(tmp_path), "--max_steps=2", "--num_seeds=3"]
     metrics = finetune(trained, tmp_path / "out", *options, "--learning_rate", "1e-2", "1e-3")
-    assert metrics["diverged_rates"] == [1e-2] and [tried["learning_rate"] for tried in metrics["rates"]] == [1e-3]
-    assert metrics["diverged_seeds"] == [43] and [result["seed"] for result in metrics["seeds"]] == [42, 44]
+    assert metrics["diverged_rates"] == [1e-2]
+    assert [tried["learning_rate"] for tried in metrics["rates"]] == [1e-3]
+    assert metrics["diverged_seeds"] == [43]
+    assert [result["seed"] for result in metrics["seeds"]] == [42, 44]
     said = capsys.readouterr().err
     assert "rate-0.01-seed-42: the training diverged" in said and "rate-0.001-seed-43: the training diverged" in said
     diverging(42, 43, 44)

@@ -419,7 +419,8 @@ def test_the_head_of_another_task_is_drawn_anew(labels, trained, tmp_path):
     start = read_start(task.config, task)
     model = make_model(start.config, start.revision, task)
     assert model.classifier.weight.shape[0] == 2
-    assert 0 < model.classifier.weight.std() < 1 and (model.classifier.bias == 0).all()
+    assert 0 < model.classifier.weight.std() < 1
+    assert (model.classifier.bias == 0).all()
     assert torch.equal(model.bert.pooler.dense.weight, saved.bert.pooler.dense.weight)
 
 
@@ -465,7 +466,8 @@ def test_a_finished_run_is_replaced_or_gets_further_seeds(finished, command, tra
     before = read_record(folder / "metrics.json")
     weights = (folder / "model.safetensors").read_bytes()
     metrics = finetune(trained, folder, *command, "--num_seeds=3", go_on)
-    assert metrics["seeds"][0] == before["seeds"][0] and len(metrics["seeds"]) == 3
+    assert metrics["seeds"][0] == before["seeds"][0]
+    assert len(metrics["seeds"]) == 3
     best = max(metrics["seeds"], key=lambda seed: (seed["validation"]["accuracy"], -seed["validation"]["loss"]))
     assert metrics["kept_seed"] == best["seed"]
     assert (weights == (folder / "model.safetensors").read_bytes()) == (best["seed"] == 42)

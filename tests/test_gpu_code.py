@@ -198,7 +198,8 @@ def test_query_key_and_value_are_one_product_and_in_the_last_block_key_and_value
     assert not {(2 * hidden, hidden), (3 * hidden, hidden)} & set(products_of(model, batch))
     compute_as_on("gpu", monkeypatch)
     shapes = products_of(model, batch)
-    assert shapes[0] == (3 * hidden, hidden) and shapes.count((3 * hidden, hidden)) == 1
+    assert shapes[0] == (3 * hidden, hidden)
+    assert shapes.count((3 * hidden, hidden)) == 1
     assert shapes.count((2 * hidden, hidden)) == 1
 
 
@@ -282,7 +283,8 @@ def test_in_packed_rows_every_query_has_a_key(masks):
     found = loss_and_gradients(model, **batch)
     with_mask = loss_and_gradients(model, **batch, attention_mask=(batch["sequence_ids"] != 0).long())
     assert_same(with_mask, found, rtol=0, atol=0)
-    assert len(masks) == 4 and all(mask.any(-1).all() for mask in masks)
+    assert len(masks) == 4
+    assert all(mask.any(-1).all() for mask in masks)
     numbers = batch.pop("sequence_ids")
     real = (numbers[:, :, None] == numbers[:, None]) & (numbers != 0)[:, None]
     assert not real.any(-1).all()

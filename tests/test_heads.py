@@ -51,7 +51,8 @@ def test_outputs_and_loss_are_those_of_stock_bert(head, attention, act):
     plain = model(**batch, return_dict=False)
     torch.testing.assert_close(plain[:2], bert(**batch, return_dict=False)[:2], atol=1e-5, rtol=1e-4)
     model.config.return_dict = False
-    assert isinstance(model(**batch), tuple) and torch.equal(model(**batch, return_dict=True)[0], usual[0])
+    assert isinstance(model(**batch), tuple)
+    assert torch.equal(model(**batch, return_dict=True)[0], usual[0])
 
 
 @pytest.mark.parametrize(

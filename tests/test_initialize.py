@@ -87,7 +87,8 @@ def test_embeddings_of_added_words_are_the_means_of_their_pieces(tied):
         assert min(map(len, pieces)) > 1
         means = torch.stack([before[name][parts].mean(0) for parts in pieces])
         torch.testing.assert_close(after.pop(name), torch.cat([before.pop(name), means]))
-    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in after)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in after)
     shared = model.mlm.decoder.weight is model.bert.embeddings.word_embeddings.weight
     assert shared == tied and model.bert.embeddings.word_embeddings.padding_idx == old.pad_token_id
 

@@ -101,7 +101,8 @@ def test_speed_is_arithmetic_and_tokens_divided_by_the_time_of_training_alone(st
     assert row_of(run_log, STEP)["data_wait_share"] == 0
     speed = run_log.speed()
     assert (speed["train_seconds"], speed["train_pairs_per_second"], speed["train_tokens_per_second"]) == (6, 1.5, 30)
-    assert speed["train_padding_share"] == pytest.approx(0.25) and speed["train_data_wait_share"] == 1 / 6
+    assert speed["train_padding_share"] == pytest.approx(0.25)
+    assert speed["train_data_wait_share"] == 1 / 6
     assert speed["train_mfu"] == pytest.approx(share)
 
 
@@ -127,7 +128,8 @@ def test_evaluations_and_saves_are_no_training_time(trained, books, tmp_path, mo
     assert late.seconds > 6 * 3600
     metrics = read_record(tmp_path / "metrics.json")
     rows = [row for row in log_rows(tmp_path) if "seconds" in row]
-    assert [row["seconds"] // 60 for row in rows] == [1, 1, 1] and 180 <= metrics["train_seconds"] < 240
+    assert [row["seconds"] // 60 for row in rows] == [1, 1, 1]
+    assert 180 <= metrics["train_seconds"] < 240
     assert rows[0]["seconds_left"] == pytest.approx(120, abs=30)
     tokens = sum(row["tokens_per_second"] * row["seconds"] for row in rows)
     assert metrics["train_tokens_per_second"] == pytest.approx(tokens / metrics["train_seconds"])
@@ -188,7 +190,8 @@ def test_memory_is_the_memory_of_the_process_without_the_files_it_maps(start, tm
     run_log = start()
     before = row_of(run_log, STEP)["memory_mb"]
     mapped = np.memmap(tmp_path / "file", mode="r")
-    assert mapped.sum() == 0 and row_of(run_log, STEP)["memory_mb"] < before + 16
+    assert mapped.sum() == 0
+    assert row_of(run_log, STEP)["memory_mb"] < before + 16
     held = np.ones(64_000_000, np.uint8)
     most = row_of(run_log, STEP)["memory_mb"]
     assert most > before + held.nbytes / 1e6 - 16
@@ -327,5 +330,6 @@ def test_the_measured_peak_is_plausible_and_leaves_the_random_number_generators_
     torch.manual_seed(3)
     state = np.random.get_state()[1].copy()
     peak = matmul_peak(torch.device("cpu"), torch.float32, seconds=0.03)
-    assert torch.equal(torch.rand(4), expected) and (np.random.get_state()[1] == state).all()
+    assert torch.equal(torch.rand(4), expected)
+    assert (np.random.get_state()[1] == state).all()
     assert 1e8 < peak < 1e15  # any CPU reaches ten times the lower limit, and no CPU the upper

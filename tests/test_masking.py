@@ -44,7 +44,8 @@ def test_all_candidates_are_equally_likely():
     may = np.zeros((5000, 30), dtype=bool)
     may[:, [1, 2, 5, 6, 7, 10, 14, 15, 16, 17, 20, 21, 22, 25, 26, 27]] = True
     _, chosen = mask(np.tile(np.arange(1000, 1030), (5000, 1)), may, np.random.default_rng(1), 0.25)
-    assert (chosen.sum(1) == 4).all() and not chosen[~may].any()
+    assert (chosen.sum(1) == 4).all()
+    assert not chosen[~may].any()
     assert_equally_likely(chosen.sum(0)[may[0]], 4 * 5000)
 
 
@@ -74,7 +75,9 @@ def test_the_numbers_of_neighbouring_keys_and_positions_are_uncorrelated():
     numbers, other = (
         random_numbers(random_keys(key, np.arange(2000))[:, None], np.arange(500)) for key in ([1, 2], [1, 3])
     )
-    assert abs(numbers.mean() - 0.5) < 4 / np.sqrt(12 * numbers.size) and numbers.min() >= 0 and numbers.max() < 1
+    assert abs(numbers.mean() - 0.5) < 4 / np.sqrt(12 * numbers.size)
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
     for one, another in ((numbers[1:], numbers[:-1]), (numbers[:, 1:], numbers[:, :-1]), (numbers, other)):
         assert abs(np.corrcoef(one.ravel(), another.ravel())[0, 1]) < 4 / np.sqrt(one.size)
 
@@ -143,4 +146,5 @@ def test_spans_have_the_lengths_of_spanbert():
     wanted = 0.2 * 0.8 ** np.arange(10) / (1 - 0.8**10)
     # One span in fifty is shortened to reach the right count, or continues at the start of the sequence.
     np.testing.assert_allclose(counts[1:11] / counts.sum(), wanted, atol=0.01)
-    assert counts[11:].sum() == 0 and lengths.mean() == pytest.approx(3.8, abs=0.1)
+    assert counts[11:].sum() == 0
+    assert lengths.mean() == pytest.approx(3.8, abs=0.1)

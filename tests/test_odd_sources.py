@@ -64,7 +64,8 @@ def test_the_order_of_files_and_the_paths_behind_links_follow_from_names_and_not
         )
         source = file_source(tmp_path / "t")
         identities.append((source.identity, texts(source)))
-    assert identities[0] == identities[1] and sorted(identities[0][1]) == [["1"], ["2"], ["3"], ["4"]]
+    assert identities[0] == identities[1]
+    assert sorted(identities[0][1]) == [["1"], ["2"], ["3"], ["4"]]
 
 
 @pytest.mark.slow
@@ -95,8 +96,10 @@ def test_thousands_of_sources_are_opened_at_once_and_their_names_are_short(tmp_p
     with pytest.raises(UserError, match="00000.txt is given twice"):
         open_sources(WhatToRead(paths=[*names, names[0]]), HowToRead())
     prepared = prepare(TextConfig(corpus=names[:300], vocab_size=100))
-    assert max(map(len, capsys.readouterr().err.splitlines())) < 700 and len(prepared.corpus_name) <= 200
-    assert prepared.train.source_ends[-1] == len(prepared.train) and len(prepared.train.source_ends) == 300
+    assert max(map(len, capsys.readouterr().err.splitlines())) < 700
+    assert len(prepared.corpus_name) <= 200
+    assert prepared.train.source_ends[-1] == len(prepared.train)
+    assert len(prepared.train.source_ends) == 300
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -191,7 +194,8 @@ def test_a_header_of_many_columns_is_read_in_a_moment(tmp_path):
     assert lines_of(str(tmp_path / "a.csv")) == ["a"]
     with pytest.raises(UserError) as refusal:
         lines_of(str(tmp_path / "a.csv"), "nowhere")
-    assert len(str(refusal.value)) < 800 and time.monotonic() - start < 5
+    assert len(str(refusal.value)) < 800
+    assert time.monotonic() - start < 5
 
 
 # ---------------------------------------------------------------------------------------------------------------------

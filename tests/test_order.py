@@ -95,7 +95,8 @@ def test_pairs_are_taken_from_window_to_window_and_have_masks_of_their_own(corpu
         whole = make(corpus)
         windows = [whole.window(epoch, number) for epoch in range(6) for number in range(whole.windows(epoch))]
         expected = np.concatenate(windows)
-        assert len(windows) == 54 and len(set(expected["key"].tolist())) == len(expected)
+        assert len(windows) == 54
+        assert len(set(expected["key"].tolist())) == len(expected)
         for start in (1700, 400, len(windows[0]), 1):
             taken, cursor = whole.take(START, start)
             np.testing.assert_array_equal(taken, expected[:start])
@@ -131,7 +132,8 @@ def test_a_sentence_comes_as_often_as_the_weight_of_its_source_says(corpus, shar
         # An epoch takes whole stretches, each about one 32nd of the source.
         assert np.abs(of_source - often * tokens[number]).max() < tokens[number] / 16
         times = counts[:, inside].sum(0)
-        assert times.max() - times.min() <= 1 and times.mean() == pytest.approx(5 * often, abs=0.05)
+        assert times.max() - times.min() <= 1
+        assert times.mean() == pytest.approx(5 * often, abs=0.05)
     assert taken[0] != taken[1]
 
 
@@ -192,7 +194,8 @@ def test_micro_batches_consist_of_groups_so_that_there_are_few_shapes(rows, size
     lengths = np.random.default_rng(0).integers(3, 129, rows)
     lengths[0] = 128
     found = packing.rows_of_micro_batches(lengths, 16_384)
-    assert len(found) > 1 and all(len(micro_batch) % size == 0 for micro_batch in found[:-1])
+    assert len(found) > 1
+    assert all(len(micro_batch) % size == 0 for micro_batch in found[:-1])
     computed = sum(len(micro_batch) * packing.padded(lengths[micro_batch].max()) for micro_batch in found)
     # Between groups at most a 32nd of a full micro-batch in each; in a group as much as its rows differ.
     assert computed <= sum(map(packing.padded, lengths)) + len(found) * 512 + 128 * size

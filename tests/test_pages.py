@@ -132,7 +132,8 @@ def test_names_of_a_model_and_its_classes_are_text_on_the_page(tmp_path):
     with served(page) as address, chromium() as driver:
         driver.get(address)
         wait_for(lambda: driver.find_element("id", "go").is_enabled(), [])
-        assert texts_of(driver, "h1") == [name] and driver.title == " ".join(name.split())
+        assert texts_of(driver, "h1") == [name]
+        assert driver.title == " ".join(name.split())
         driver.execute_script("document.getElementById('text').value = arguments[0]", labels[0])
         driver.find_element("id", "go").click()
         wait_for(lambda: texts_of(driver, ".token"), [])

@@ -231,7 +231,8 @@ def test_texts_that_end_alike_have_no_label(pairing):
     is_alike = {side: pairs[f"{side}_document"] % 2 == 0 for side in "ab"}
     label = pairs["next_sentence_label"]
     assert not (is_alike["a"] & is_alike["b"] & (label == NOT_NEXT)).any(), "this B is what follows A"
-    assert 0.5 < (label[is_alike["b"]] == NO_LABEL).mean() and (label[~is_alike["b"]] != NO_LABEL).mean() > 0.5
+    assert 0.5 < (label[is_alike["b"]] == NO_LABEL).mean()
+    assert (label[~is_alike["b"]] != NO_LABEL).mean() > 0.5
     for of_side in is_alike.values():  # what has a label is balanced, whatever the text of either side
         for found in (of_side, ~of_side):
             assert_balanced(label[found & (label != NO_LABEL)])
@@ -296,7 +297,8 @@ def test_sentences_pair_up_and_none_is_left_out(corpus, seed):
         if len(ends) == 1:
             assert not spans
             continue
-        assert [start for start, _ in spans] == [0, *(end for _, end in spans[:-1])] and spans[-1][1] == ends[-1]
+        assert [start for start, _ in spans] == [0, *(end for _, end in spans[:-1])]
+        assert spans[-1][1] == ends[-1]
         counts = np.diff([0, *(np.searchsorted(ends, end) + 1 for _, end in spans)])  # the sentences of each segment
         assert (counts[1:-1] == 1).all() and (counts <= 2).all(), "only the first and the last take one more"
 
@@ -326,7 +328,8 @@ def test_single_segments_cover_every_document_exactly_once(pairing, corpus, capa
     assert sizes.min() >= 1 and sizes.max() <= capacity and not of_b.any()
     for document, ends in enumerate(corpus.ends):
         mine = pairs[pairs["a_document"] == document]
-        assert mine["a_start"].tolist() == [0, *mine["a_end"][:-1].tolist()] and mine["a_end"][-1] == ends[-1]
+        assert mine["a_start"].tolist() == [0, *mine["a_end"][:-1].tolist()]
+        assert mine["a_end"][-1] == ends[-1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -62,7 +62,8 @@ def test_parts_hold_the_documents_and_tokens_of_their_texts_in_order(parts, text
     each = [prepare(TextConfig(corpus=[part])) for part in parts]
     whole = prepare(TextConfig(corpus=list(map(str, texts))), load_tokenizer(parts[0]))
     (train, held_out), of_whole = documents(together), documents(whole)
-    assert sorted(train + held_out) == sorted(itertools.chain(*of_whole)) and len(train + held_out) == PARTS * 24
+    assert sorted(train + held_out) == sorted(itertools.chain(*of_whole))
+    assert len(train + held_out) == PARTS * 24
     # Each part holds out some of its own documents, and the order within each is that of the text.
     assert train == [ids for part in each for ids in documents(part)[0]]
     assert together.train.source_ends == list(itertools.accumulate(len(part.train) for part in each))
@@ -147,7 +148,9 @@ def test_no_copy_of_a_held_out_document_is_trained_on(write, count, tmp_path):
     """Judged by the decoded tokens; six rows, three times each, are so few that blocks count as documents."""
     text = prepare(TextConfig(**write(tmp_path, rows_of(0, count)), vocab_size=300))
     train, held_out = (set(map(text.tokenizer.decode, found)) for found in documents(text))
-    assert len(train) >= 2 and len(held_out) >= 2 and not train & held_out
+    assert len(train) >= 2
+    assert len(held_out) >= 2
+    assert not train & held_out
 
 
 def test_copies_are_counted_and_said(tmp_path, caplog):
@@ -164,7 +167,8 @@ def test_held_out_documents_of_a_part_that_another_trains_on_are_left_out_and_sa
     train, held_out = documents(prepare(TextConfig(corpus=parts)))
     assert train == each[0][0] + each[1][0]  # nothing moves
     left_out = [ids for ids in each[0][1] + each[1][1] if ids in train]
-    assert left_out and held_out == [ids for ids in each[0][1] + each[1][1] if ids not in train]
+    assert left_out
+    assert held_out == [ids for ids in each[0][1] + each[1][1] if ids not in train]
     assert f"{len(left_out)} of {len(each[0][1] + each[1][1])} held-out documents are left out" in caplog.text
 
 
@@ -207,7 +211,9 @@ def test_the_unknown_share_of_joined_parts_is_that_of_all_held_out_text(tmp_path
     )
     shares = [part.tokenizer_report["unknown_share"] for part in (one, other, together)]
     expected = shares[1] * len(other.held_out.ids) / len(together.held_out.ids)
-    assert shares[0] == 0 and shares[1] > 0.3 and shares[2] == pytest.approx(expected)
+    assert shares[0] == 0
+    assert shares[1] > 0.3
+    assert shares[2] == pytest.approx(expected)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

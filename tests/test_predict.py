@@ -107,12 +107,14 @@ def test_excel_opens_the_csv_and_columns_of_other_names_are_found(classifier, tm
         content = f"no;Brief\n1;Then Ännchen sold the apple{more}\n"
         (tmp_path / "letters.csv").write_text(content, encoding="utf-8-sig")
         line = fails("predict", classifier, tmp_path / "letters.csv", "--output", tmp_path / "out.csv")
-        assert all(word in line for word in words) and not (tmp_path / "out.csv").exists()
+        assert all(word in line for word in words)
+        assert not (tmp_path / "out.csv").exists()
     out = predict(classifier, tmp_path / "letters.csv", tmp_path / "out.csv", "--text_column=Brief", "--excel")
     assert out.read_bytes().startswith(b"\xef\xbb\xbf")
     (row,) = csv.DictReader(io.StringIO(out.read_bytes().decode("utf-8-sig")), delimiter=";")
     assert row["Brief"] == "Then Ännchen sold the apple" and row["prediction"] in ("anna", "boris")
-    assert 0 < float(row["probability"].replace(",", ".")) <= 1 and "." not in row["probability"]
+    assert 0 < float(row["probability"].replace(",", ".")) <= 1
+    assert "." not in row["probability"]
     (tmp_path / "empty.txt").write_text("\n")
     assert "has no rows" in fails("predict", classifier, tmp_path / "empty.txt", f"--output={tmp_path / 'no.csv'}")
 
@@ -289,7 +291,8 @@ def test_cells_that_spreadsheets_compute_get_an_apostrophe(classifier, tmp_path)
     expected = [f"'{cell}" if cell in FORMULAS else cell for cell in CELLS]
     out = predict(classifier, file, tmp_path / "excel.csv", "--excel")
     table = list(csv.reader(io.StringIO(out.read_bytes().decode("utf-8-sig"), newline=""), delimiter=";"))
-    assert table[0][0] == "'=x" and [row[0] for row in table[1:]] == expected
+    assert table[0][0] == "'=x"
+    assert [row[0] for row in table[1:]] == expected
     assert [row["=x"] for row in read_csv(predict(classifier, file, tmp_path / "plain.csv"))] == CELLS
 
 

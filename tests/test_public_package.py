@@ -97,7 +97,8 @@ def ours(found):
 
 def test_every_module_says_in_its_first_line_what_is_in_it():
     lines = [path.read_text(encoding="utf-8").partition("\n")[0] for path in modules().values()]
-    assert all(re.match(r'"""\S.{20,}', line) for line in lines) and len(set(lines)) == len(lines)
+    assert all(re.match(r'"""\S.{20,}', line) for line in lines)
+    assert len(set(lines)) == len(lines)
 
 
 def test_imports_follow_the_arrows_of_the_drawing(ours):

@@ -28,7 +28,8 @@ from d2l_bert.tokenization.wordpiece import save_tokenizer
 def test_no_weights_or_metrics_of_an_earlier_commit_remain_beside_the_new_ones(here, trained, folder):
     for _ in range(2):  # a name without an owner is under the token's account; the same files make no second commit
         assert main(["publish", str(trained), "bert"]) == 0
-    assert len(here.commits("someone/bert")) == 2 and len(here.tags("someone/bert")) == 1
+    assert len(here.commits("someone/bert")) == 2
+    assert len(here.tags("someone/bert")) == 1
     (folder / "model.safetensors").unlink()
     D2lBertForPreTraining.from_pretrained(trained).save_pretrained(folder, max_shard_size="50KB")
     for name in ("metrics.json", "README.md"):
@@ -56,15 +57,12 @@ def test_branch_message_and_pull_request_are_used(here, trained, capsys):
     assert len(here.tags("someone/bert")) == 1 and here.is_private("someone/bert")
     assert main([*publish, "--create_pr", "--revision=none"]) == 2
     said = capsys.readouterr().err
-    assert (
-        "404 Invalid rev id" in said
-        and said.count("\n") == 1
-        and here.branches("someone/bert").keys()
-        == {
-            "main",
-            "trial",
-        }
-    )
+    assert "404 Invalid rev id" in said
+    assert said.count("\n") == 1
+    assert here.branches("someone/bert").keys() == {
+        "main",
+        "trial",
+    }
 
 
 def test_a_stock_bert_with_a_padded_vocabulary_and_its_pooling_is_published(here, trained, tmp_path, capsys):
@@ -189,7 +187,8 @@ def test_a_hub_that_stops_answering_costs_no_training_and_is_reported(here, book
     assert MODEL_FILES <= {path.name for path in out.iterdir()} and here.is_private("someone/bert")
     here.fail = None
     here.start()
-    assert main(["publish", str(out), "bert", "--public"]) == 0 and not here.is_private("someone/bert")
+    assert main(["publish", str(out), "bert", "--public"]) == 0
+    assert not here.is_private("someone/bert")
     assert published(here)["model.safetensors"] == (out / "model.safetensors").read_bytes()
 
 

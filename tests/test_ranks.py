@@ -125,7 +125,8 @@ def test_a_launched_program_can_pretrain_twice_and_keeps_its_process_group(books
     ranks = start([tmp_path, books, group], script=program, processes=2, said=said)
     assert end(ranks, 120) == [0, 0], said.read_text()
     for name in ("first", "second"):
-        assert (tmp_path / name / "model.safetensors").exists() and log_rows(tmp_path / name)[-1]["step"] == 3
+        assert (tmp_path / name / "model.safetensors").exists()
+        assert log_rows(tmp_path / name)[-1]["step"] == 3
         assert all(f"the {name} run is done" in file.read_text() for file in (said, Path(f"{said}.1")))
 
 
@@ -273,7 +274,9 @@ def test_a_bug_is_shown_with_its_traceback_and_where_to_report_it(books, tmp_pat
     break_at("training.learner.Learner.update", ValueError("operands could not be broadcast"), monkeypatch)
     assert main(["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *LONG]) == 1
     said = capsys.readouterr().err
-    assert "in stumble" in said and "this is a bug" in said and "CONTRIBUTING.md" in said.splitlines()[-1]
+    assert "in stumble" in said
+    assert "this is a bug" in said
+    assert "CONTRIBUTING.md" in said.splitlines()[-1]
 
 
 @pytest.mark.parametrize("reader", ["read_sources", "count_words", "prepare_tokens", ""])

@@ -243,7 +243,8 @@ def steps_due(run):
 
 def test_what_is_due_after_each_step():
     due = steps_due(PretrainConfig(max_steps=20, logging_steps=3, eval_steps=5, save_steps=7))
-    assert due["evaluate"] == [5, 10, 15, 20] and due["save"] == [7, 14, 20]
+    assert due["evaluate"] == [5, 10, 15, 20]
+    assert due["save"] == [7, 14, 20]
     assert due["log"] == sorted({3, 6, 9, 12, 15, 18, *due["evaluate"], *due["save"]})
     of_itself = steps_due(PretrainConfig(max_steps=5000))
     assert {name: len(steps) for name, steps in of_itself.items()} == {"log": 100, "evaluate": 10, "save": 10}
@@ -280,7 +281,8 @@ def test_the_time_of_a_run_is_that_of_all_steps_of_each_stage(monkeypatch):
     made = [Stage(first, end, None, None, 0) for first, end in itertools.pairwise([*stages, 100])]
     learner = SimpleNamespace(update=update, accelerator=make_accelerator("no"))
     total, words = time_steps(learner, SimpleNamespace(stages=made, walk=walk))
-    assert total == pytest.approx(40 * 1.0 + 50 * 0.25 + 9 * 3.0 + 2.0) and words == pytest.approx(100 * total)
+    assert total == pytest.approx(40 * 1.0 + 50 * 0.25 + 9 * 3.0 + 2.0)
+    assert words == pytest.approx(100 * total)
     assert taken[1:] == [1.0] * 21 + [0.25] * 21 + [3.0] * 10 + [2.0] * 2
 
 

@@ -142,7 +142,8 @@ def check_same_run(folder, whole, tolerance=0.0):
     rows = log_rows(folder)
     expected_rows = log_rows(whole)
     assert [row["step"] for row in rows if "learning_rate" in row] == list(range(1, MAX_STEPS + 1))
-    assert sum("event" in row for row in rows) == 2 and sum("eval_mlm_loss" in row for row in rows) == 16
+    assert sum("event" in row for row in rows) == 2
+    assert sum("eval_mlm_loss" in row for row in rows) == 16
     metrics = [read_json(run / "metrics.json") for run in (folder, whole)]
     names = [name for name in metrics[1] if re.match("eval_|train_(words|skipped)", name)]
     figures, expected = ({name: of[name] for name in names} for of in metrics)
@@ -151,7 +152,8 @@ def check_same_run(folder, whole, tolerance=0.0):
     for name in WORD_SAVES:
         assert read_json(folder / name / "words_seen.json") == read_json(whole / name / "words_seen.json")
     left, expected_left = ({path.name for path in run.glob("*")} for run in (folder, whole))
-    assert left - expected_left == set() and all(name.startswith("checkpoint-") for name in expected_left - left)
+    assert left - expected_left == set()
+    assert all(name.startswith("checkpoint-") for name in expected_left - left)
 
 
 def tensor_files():

@@ -97,12 +97,15 @@ def test_a_run_killed_at_any_rename_leaves_no_weights_beside_files_of_another_ru
     before = run(books, folder)
     instants.clear()
     after = run(books, folder, *changes)
-    assert before.keys() == after.keys() == MODEL_FILES and before["run_config.json"] != after["run_config.json"]
+    assert before.keys() == after.keys() == MODEL_FILES
+    assert before["run_config.json"] != after["run_config.json"]
     done = [what for _, what, _ in instants]
     copies = [(function, copy) for function, _, copy in instants]
     found = [contents(copy) for _, copy in copies]
     assert all(files in (before, after) or WEIGHTS not in files for files in found)
-    assert before in found and after in found and any(WEIGHTS not in files for files in found)
+    assert before in found
+    assert after in found
+    assert any(WEIGHTS not in files for files in found)
 
     # Deletions and new files are on disk before the new weights; a model that is kept so far is deleted only then.
     gone, there = (len(done) - 1 - done[::-1].index((kind, WEIGHTS)) for kind in ("delete", "rename"))

@@ -133,7 +133,8 @@ def test_the_counts_of_a_step_are_those_of_its_sequences(text, packing):
 def test_a_step_of_shorter_pairs_has_as_many_tokens_also_where_lengths_do_not_divide(text, length):
     steps = make_steps(text, length_schedule=[f"{length}:0.5"])
     shorter, whole = steps.stages
-    assert whole.pairs_a_step == 16 and abs(shorter.pairs_a_step * length - 16 * 48) <= length / 2
+    assert whole.pairs_a_step == 16
+    assert abs(shorter.pairs_a_step * length - 16 * 48) <= length / 2
     assert shorter.pairs_a_step == len(sequences_of(step_at(steps, 0).micro_batches))
 
 
@@ -162,7 +163,8 @@ def test_a_resumed_run_goes_on_from_the_cursor_of_the_step_before_and_lays_out_n
     monkeypatch.setattr(EpochPairs, "pieces", recorded)
     assert sequences_of(next(again.walk(step, cursor)).micro_batches) == expected
     first = (48, 0, 0) if step == 50 else (24 if step < 50 else 48, *cursor[:2])  # 50: the first of another length
-    assert min(laid_out) == first and (step == 50 or cursor > (0, 0, 32))
+    assert min(laid_out) == first
+    assert step == 50 or cursor > (0, 0, 32)
 
 
 def test_without_workers_a_thread_makes_two_steps_ahead_while_this_one_is_taken():
@@ -186,7 +188,8 @@ def test_without_workers_a_thread_makes_two_steps_ahead_while_this_one_is_taken(
     loaded = steps_ahead(Steps())
     assert next(loaded).cursor.first == 0 and made[3].wait(60)  # two beside the one that follows
     assert not made[4].is_set() and threading.current_thread() not in threads
-    assert [next(loaded).cursor.first for _ in range(3)] == [1, 2, 3] and made[4].wait(60)
+    assert [next(loaded).cursor.first for _ in range(3)] == [1, 2, 3]
+    assert made[4].wait(60)
     with pytest.raises(ValueError, match="cannot be written"):
         next(loaded)
     assert list(steps_ahead(Steps(), 6)) == []

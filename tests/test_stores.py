@@ -83,9 +83,11 @@ def test_a_sample_of_many_small_documents_is_spread_over_all_batches(characters,
     is_chosen = np.isin(np.arange(1000), [0, 7, 500, 999])
     kept = [line for line, is_out in zip(lines, is_chosen, strict=True) if not is_out]
     assert list(found.part(is_chosen)) == [lines[number] for number in (0, 7, 500, 999)]
-    assert list(found.part(~is_chosen)) == kept and list(found.part(~is_chosen).sample()) == kept
+    assert list(found.part(~is_chosen)) == kept
+    assert list(found.part(~is_chosen).sample()) == kept
     sample = list(found.part(~is_chosen).sample(3000))
-    assert 2900 < sum(map(len, sample)) < 3100 and sample == [line for line in kept if line in sample]
+    assert 2900 < sum(map(len, sample)) < 3100
+    assert sample == [line for line in kept if line in sample]
     gaps = np.diff([kept.index(line) for line in sample])
     assert gaps.min() >= 0.9 * gaps.max() - 1
 
@@ -166,7 +168,8 @@ def test_tokenizing_word_by_word_equals_tokenizing_the_sentence(sentences, rules
     assert encode.by_word
     encode.by_word = False
     ids, lengths, words = whole = encode(sentences)
-    assert words.tolist() == [len(sentence.split()) for sentence in sentences] and len(ids) == lengths.sum()
+    assert words.tolist() == [len(sentence.split()) for sentence in sentences]
+    assert len(ids) == lengths.sum()
     encode.by_word, encode.known = True, {}
     for _ in range(2):  # in the first round the words are new, in the second they are cached
         for found, expected in zip(encode(sentences), whole, strict=True):

@@ -362,7 +362,8 @@ def test_a_document_of_a_small_corpus_is_divided_alike_wherever_it_stands(paragr
     count = paragraphs * sentences_each
     sizes = list(map(len, first))
     assert first == second and sum(first, []) == [f"Sentence {n}." for n in range(count)]
-    assert len(sizes) >= min(4, count // 2) and max(sizes[:4]) <= 6
+    assert len(sizes) >= min(4, count // 2)
+    assert max(sizes[:4]) <= 6
     assert all(size <= 2 * (1 + sum(sizes[:number]) // 4) for number, size in enumerate(sizes))
 
 
@@ -375,7 +376,8 @@ def test_text_without_full_stops_is_cut_between_words_and_counted():
     counts = Counter()
     paragraphs = [" ".join(words), "x" * 2500, "Short."]
     sentences = sentences_of(paragraphs, counts)
-    assert " ".join(sentences[:-5]).split() == words and "".join(sentences[-5:-1]) == "x" * 2500
+    assert " ".join(sentences[:-5]).split() == words
+    assert "".join(sentences[-5:-1]) == "x" * 2500
     assert list(map(len, sentences[-5:-1])) == [600, 600, 600, 700]  # where k-mers and pieces of 100 end, too
     assert sentences[-1] == "Short." and max(map(len, sentences)) <= LONGEST_SENTENCE
     assert min(map(len, sentences[:-6])) > LONGEST_SENTENCE - 10
@@ -387,7 +389,8 @@ def test_a_long_text_without_full_stops_is_cut_in_each_window_and_loses_nothing(
     counts = Counter()
     text = "A word " * 100_000 + "ends. Then two more. Three."
     sentences = sentences_of([text], counts)
-    assert sentences[-2:] == ["Then two more.", "Three."] and " ".join(sentences) == text
+    assert sentences[-2:] == ["Then two more.", "Three."]
+    assert " ".join(sentences) == text
     assert counts[CUT] == -(-700_000 // SPLIT_CHARACTERS)
 
 
@@ -404,7 +407,9 @@ def test_a_long_paragraph_is_split_in_windows_as_it_is_split_whole(monkeypatch):
     monkeypatch.setattr(module.sentencex, "segment", windows)
     assert sentences_of([paragraph], Counter()) == whole
     lengths = [len(call.args[1]) for call in windows.call_args_list]
-    assert max(lengths) <= 1 << 14 and sum(lengths) < 1.2 * len(paragraph) and len(lengths) > 10
+    assert max(lengths) <= 1 << 14
+    assert sum(lengths) < 1.2 * len(paragraph)
+    assert len(lengths) > 10
     quotes = "Er sagte „Haus und ging. " * 20_000
     assert "".join(sentences_of([quotes], Counter())).replace(" ", "") == quotes.replace(" ", "")
     assert max(len(call.args[1]) for call in windows.call_args_list) <= 1 << 14

@@ -134,7 +134,8 @@ def test_an_empty_folder_stays_with_its_rights_when_the_work_fails(tmp_path):
     (tmp_path / "out").mkdir(mode=0o700)
     with pytest.raises(RuntimeError), folders.new_folder(tmp_path / "out"):
         raise RuntimeError
-    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700 and not any((tmp_path / "out").iterdir())
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700
+    assert not any((tmp_path / "out").iterdir())
 
 
 def test_an_empty_folder_is_removed_before_the_rename_on_windows(tmp_path, monkeypatch):
