@@ -268,8 +268,7 @@ def test_a_table_that_cannot_be_written_is_refused_before_anything_is_predicted(
 
 
 def test_rows_with_keys_of_their_own_make_no_table_of_empty_cells(tmp_path):
-    rows = [Row(f"line {n}", {"text": "a", f"key {n}": n}) for n in range(4000)]
-    split = Split(title="FILE rows.jsonl", name="rows.jsonl", rows=rows, fingerprint="")
+    split = split_of([{"text": "a", f"key {n}": n} for n in range(4000)])
     for suffix in (".csv", ".parquet"):
         with pytest.raises(UserError, match="4,001 columns, of which a row has 2"):
             check_writable(suffix, split)
