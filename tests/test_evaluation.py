@@ -55,7 +55,8 @@ def test_two_processes_give_the_figures_of_one(models, evaluate, tmp_path):
         assert two["blimp"] == one["blimp"]
         assert two["text"].keys() == one["text"].keys()
         for name, value in one["text"].items():
-            assert two["text"][name] == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), name
+            of_one = pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
+            assert two["text"][name] == of_one, name
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -110,13 +111,15 @@ def test_held_out_documents_are_refused_where_they_are_not_those_of_the_run(trai
     changed = tmp_path / "changed"
     shutil.copytree(trained, changed)
     record = json.loads((changed / "run_config.json").read_text())
-    for model, corpus, data, words in [
+    cases = [
         (changed, tmp_path / "other.txt", {}, "another text"),
         (tmp_path / "bare", books, {}, "no run_config.json"),
         (changed, books, {"validation": {"corpus_name": "x"}}, "validation text"),
         (changed, books, {"held_out_fingerprint": "0"}, "other documents"),
-    ]:
-        (changed / "run_config.json").write_text(json.dumps({**record, "data": {**record["data"], **data}}))
+    ]
+    for model, corpus, changes, words in cases:
+        data = {**record["data"], **changes}
+        (changed / "run_config.json").write_text(json.dumps({**record, "data": data}))
         assert main(["evaluate", str(model), f"--corpus={corpus}", "--held_out"]) == 2
         said = capsys.readouterr().err.splitlines()[-1]
         assert f"error: {model}: " in said and words in said
@@ -136,14 +139,16 @@ def test_a_model_without_the_head_is_told_apart_from_a_damaged_one_with_the_comm
 ):
     folder = tmp_path / "other"
     pairs = write_pairs(tmp_path / "pairs")
-    words = [command, folder, *(["A b.", "C d."] if command == "next-sentence" else [f"--blimp={pairs}"])]
+    asked = ["A b.", "C d."] if command == "next-sentence" else [f"--blimp={pairs}"]
+    words = [command, folder, *asked]
     model = auto_class.from_pretrained(trained)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(trained).save_pretrained(folder)
     (tmp_path / "lines.txt").write_text("Anna walked.\n")
     said = fails(*words)
     assert type(model).__name__ in said and "cannot be loaded" not in said
-    assert set(re.findall(r"[a-z-]+", said.partition("; ")[2])) & set(COMMANDS) == others
+    advice = said.partition("; ")[2]
+    assert set(re.findall(r"[a-z-]+", advice)) & set(COMMANDS) == others
     assert main(["embed", str(folder), str(tmp_path / "lines.txt"), "--nearest=Anna"]) == 0
     if "evaluate" in others:
         assert main(["evaluate", str(folder), f"--blimp={pairs}"]) == 0
@@ -235,7 +240,8 @@ def test_rows_of_a_table_are_scored_and_nothing_else_stands_beside_them(reader, 
     (tmp_path / "rows.csv").write_text('message\n"The valley\nwas old."\n""\n')  # an empty cell keeps its row
     options = [f"--line_scores={tmp_path / 'rows.csv'}", "--text_column=message"]
     assert main(["evaluate", str(reader.folder), *options]) == 0
-    assert [line.split("\t")[5] for line in capsys.readouterr().out.splitlines()] == ["The valley was old.", ""]
+    shown = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [row[5] for row in shown] == ["The valley was old.", ""]
     assert "one model" in fails("evaluate", reader.folder, reader.folder, *options)
     for more in (f"--output={tmp_path / 'figures.json'}", "--score=within_word_l2r"):
         assert "alone" in fails("evaluate", reader.folder, *options, more)
@@ -260,7 +266,8 @@ def test_runs_of_several_seeds_are_one_row_with_mean_and_deviation(books, tmp_pa
     table = (tmp_path / "runs.md").read_text()
     assert table in capsys.readouterr().out
     first, second = csv.DictReader((tmp_path / "runs.csv").open(newline=""))
-    assert (first["runs"], first["seeds"], second["runs"], second["seeds"]) == ("nsp", "3", "mlm", "1")
+    assert first["runs"] == "nsp" and first["seeds"] == "3"
+    assert second["runs"] == "mlm" and second["seeds"] == "1"
     models = json.loads((tmp_path / "all.json").read_text())["models"]
     assert models[3]["parameters"] == AutoModelForMaskedLM.from_pretrained(folders[3]).num_parameters()
     for column, name in {"MLM loss": "mlm_loss", "NSP accuracy": "nsp_accuracy"}.items():
@@ -288,7 +295,9 @@ def with_swapped_words(folder):
     """Give two words of a model's tokenizer each other's number: a tokenizer of as many tokens, and another one."""
     state = json.loads((folder / "tokenizer.json").read_text())
     vocab = state["model"]["vocab"]
-    vocab["anna"], vocab["boris"] = vocab["boris"], vocab["anna"]
+    anna = vocab["anna"]
+    vocab["anna"] = vocab["boris"]
+    vocab["boris"] = anna
     (folder / "tokenizer.json").write_text(json.dumps(state))
 
 
