@@ -81,18 +81,24 @@ def test_the_loss_of_a_model_in_float64_is_exact_in_float64(head, problem):
         weight -= 2 * step
         less = model(**batch).loss
     assert loss.dtype == torch.float64
-    assert float((more - less) / 2e-6) == pytest.approx(float(gradient[0]), rel=1e-5, abs=1e-8)
+    difference = float((more - less) / 2e-6)
+    assert difference == pytest.approx(float(gradient[0]), rel=1e-5, abs=1e-8)
 
 
 @every_head
 def test_any_head_loads_from_any_other_and_only_missing_weights_are_new(head, tmp_path):
     of_head(head).save_pretrained(tmp_path)
-    stored = {name.removeprefix("bert."): value for name, value in load_file(tmp_path / "model.safetensors").items()}
+
+    def in_encoder(weights):
+        return {name.removeprefix("bert."): value for name, value in weights.items()}
+
+    stored = in_encoder(load_file(tmp_path / "model.safetensors"))
     for other in HEADS:
         loaded, report = getattr(d2l_bert, f"D2lBert{other}").from_pretrained(tmp_path, output_loading_info=True)
-        weights = {name.removeprefix("bert."): value for name, value in loaded.state_dict().items()}
+        weights = in_encoder(loaded.state_dict())
         missing = {name.removeprefix("bert.") for name in report.pop("missing_keys")}
-        assert missing == weights.keys() - stored.keys() and not any(report.values()), other
+        assert missing == weights.keys() - stored.keys(), other
+        assert not any(report.values()), other
         for name in weights.keys() & stored.keys():
             assert torch.equal(weights[name], stored[name]), (other, name)
 
@@ -138,7 +144,8 @@ def test_flex_attention_equals_eager_attention_on_packed_rows():
         model.set_attn_implementation("flex_attention")
         outputs = model(**inputs, output_hidden_states=True)
     torch.testing.assert_close(outputs.loss, expected.loss)
-    torch.testing.assert_close(outputs.hidden_states[-1] * real, expected.hidden_states[-1] * real)
+    states = outputs.hidden_states[-1]
+    torch.testing.assert_close(states * real, expected.hidden_states[-1] * real)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -152,7 +159,9 @@ def trained_once(head, rows, batch_size, accumulation, folder, **options):
 
     class Catch(TrainerCallback):
         def on_pre_optimizer_step(self, *_, **__):
-            gradient.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    gradient[name] = parameter.grad.clone()
 
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -231,8 +240,11 @@ def test_two_texts_are_answered_in_the_labels_of_what_the_model_was_trained_to_t
         shutil.copytree(trained, folder, ignore=shutil.ignore_patterns("checkpoint-*"))
         write_json(folder / "run_config.json", {**record, "run": {**record["run"], "objective": objective}})
         assert main(["next-sentence", str(folder), "Anna walked home.", "Hugo came."]) == 0
-        rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
-        shares.append([{name: share for share, name in rows}[label] for label in PAIR_TASKS[objective].labels])
+        shown = {}
+        for line in capsys.readouterr().out.splitlines():
+            share, name = line.split()[:2]
+            shown[name] = share
+        shares.append([shown[label] for label in PAIR_TASKS[objective].labels])
     assert shares[0] == shares[1]
 
 
