@@ -49,7 +49,9 @@ def environment(hub, home: Path, token: str | None) -> dict:
         "NO_PROXY": "127.0.0.1",
         "no_proxy": "127.0.0.1",
     }
-    return {**kept, **told, **({"HF_TOKEN": token} if token else {})}
+    if token:
+        told["HF_TOKEN"] = token
+    return {**kept, **told}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -86,10 +88,10 @@ class Repository:
         return {name.removeprefix(prefix): sha for name, sha in self.refs.items() if name.startswith(prefix)}
 
     def commit(self, ref, parent, files, title) -> str:
-        made = Commit(
-            hashlib.sha1(repr((self.id, len(self.commits), title)).encode()).hexdigest(), parent, files, title
-        )
-        self.commits[made.sha], self.refs[ref] = made, made.sha
+        seed = repr((self.id, len(self.commits), title))
+        made = Commit(hashlib.sha1(seed.encode()).hexdigest(), parent, files, title)
+        self.commits[made.sha] = made
+        self.refs[ref] = made.sha
         return made.sha
 
 
@@ -119,8 +121,10 @@ class LocalHub:
 
     def start(self):
         """Start serving: on a free port the first time, later on the same port."""
-        self.server = ThreadingHTTPServer(self.server.server_address if self.server else ("127.0.0.1", 0), _Handler)
-        self.server.hub, self.server.daemon_threads = self, True
+        address = self.server.server_address if self.server else ("127.0.0.1", 0)
+        self.server = ThreadingHTTPServer(address, _Handler)
+        self.server.hub = self
+        self.server.daemon_threads = True
         self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -163,7 +167,8 @@ class Refusal(Exception):
     """An error in the Hub's own words: a status, a message, and the code by which clients tell some errors apart."""
 
     def __init__(self, status, message, code="", **body):
-        self.status, self.body = status, {"error": message, **body}
+        self.status = status
+        self.body = {"error": message, **body}
         self.headers = {"X-Error-Message": message.splitlines()[-1].encode("ascii", "replace").decode()}
         if code:
             self.headers["X-Error-Code"] = code
