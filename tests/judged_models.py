@@ -90,4 +90,7 @@ def write_pairs(folder, paradigms=3, pairs=12, seed=0, names=MADE_UP, phenomena=
 
 def read_pairs(folder):
     """The rows of all files, in the order of the files' names."""
-    return [json.loads(line) for file in sorted(folder.iterdir()) for line in file.read_text().splitlines()]
+    rows = []
+    for file in sorted(folder.iterdir()):
+        rows += map(json.loads, file.read_text().splitlines())
+    return rows
