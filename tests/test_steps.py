@@ -1,6 +1,7 @@
 """Pairs to batches and steps: a step's content depends on the run alone, and a batch equals one built by hand."""
 
 import itertools
+import math
 import os
 import signal
 import threading
@@ -56,7 +57,8 @@ def sequences_of(micro_batches):
                 places = torch.arange(len(where))
                 assert torch.equal(where, where[0] + places), "a sequence stands in one piece"
                 masked = batch["masked_positions"][row] - where[0]
-                mine = (batch["labels"][row] != -100) & (masked >= 0) & (masked < len(where))
+                is_inside = (masked >= 0) & (masked < len(where))
+                mine = is_inside & (batch["labels"][row] != -100)
                 if not mine.any():  # an empty micro-batch, made so that all ranks run equally many
                     continue
                 label = batch["next_sentence_label"][row] if "next_sentence_label" in batch else None
@@ -82,12 +84,11 @@ def test_an_epoch_holds_each_pair_once(text, objective, pairing):
     steps = make_steps(text, packing=True, objective=objective, pairing=pairing)
     stage = steps.stages[0]
     assert stage.pairs_a_step == 32
-    whole_steps = -(-sum(len(stage.pairs.window(0, number)) for number in range(stage.pairs.windows(0))) // 32)
-    held = [
-        sequence
-        for step in itertools.islice(steps.walk(), whole_steps)
-        for sequence in sequences_of(step.micro_batches)
-    ]
+    count = sum(len(stage.pairs.window(0, number)) for number in range(stage.pairs.windows(0)))
+    whole_steps = math.ceil(count / 32)
+    held = []
+    for step in itertools.islice(steps.walk(), whole_steps):
+        held += sequences_of(step.micro_batches)
     pairs, _ = stage.pairs.take(START, 32 * whole_steps)
     expected = sequences_of(stage.make_batch(pairs[pair : pair + 1]) for pair in range(len(pairs)))
     assert sorted(held, key=str) == expected and whole_steps < 50
@@ -102,7 +103,7 @@ def test_a_step_has_the_same_sequences_whatever_its_micro_batches_and_ranks_are(
     for micro_batch_size, packing, count in ((1, False, 1), (4, False, 3), (4, True, 2), (100, True, 1)):
         options = {"micro_batch_size": micro_batch_size, "packing": packing, "pairing": pairing}
         parts = [step_at(make_steps(text, Ranks(count, own), **options), step) for own in range(count)]
-        micro_batches = [batch for part in parts for batch in part.micro_batches]
+        micro_batches = list(itertools.chain.from_iterable(part.micro_batches for part in parts))
         assert sequences_of(micro_batches) == sequences_of(expected.micro_batches)
         assert len({len(part.micro_batches) for part in parts}) == 1
         in_a_row = max(int(batch.get("sequence_ids", batch["attention_mask"]).max()) for batch in micro_batches)
@@ -162,7 +163,10 @@ def test_a_resumed_run_goes_on_from_the_cursor_of_the_step_before_and_lays_out_n
 
     monkeypatch.setattr(EpochPairs, "pieces", recorded)
     assert sequences_of(next(again.walk(step, cursor)).micro_batches) == expected
-    first = (48, 0, 0) if step == 50 else (24 if step < 50 else 48, *cursor[:2])  # 50: the first of another length
+    if step == 50:  # the first of another length
+        first = (48, 0, 0)
+    else:
+        first = (24 if step < 50 else 48, *cursor[:2])
     assert min(laid_out) == first
     assert step == 50 or cursor > (0, 0, 32)
 
@@ -254,7 +258,8 @@ def test_a_gpu_gets_no_attention_mask_where_no_token_is_padding_or_rows_are_pack
     for _, made, loaded in zip(range(3), steps.walk(), steps_ahead(for_gpu), strict=False):
         assert loaded.counts == made.counts
         for batch, found in zip(made.micro_batches, loaded.micro_batches, strict=True):
-            assert all(any(tensor is other for other in pinned) for tensor in found.values())
+            for tensor in found.values():
+                assert any(tensor is other for other in pinned)
             if packing or (batch["attention_mask"] == 1).all():
                 del batch["attention_mask"]
             assert found.keys() == batch.keys()
