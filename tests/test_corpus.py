@@ -359,11 +359,10 @@ def test_two_processes_read_the_embedded_corpus_as_one_does(tmp_path, monkeypatc
     found += two
     assert found == list(python_docs(1)) and len(found) > 10
     # The documents by a plain loop over the files: the last three add none.
-    of_files = [[p for text in docstrings(file) for p in prose(text)] for file in files]
+    of_files = [list(itertools.chain(*map(prose, docstrings(file)))) for file in files]
     assert len(found) == 1 + len(list(filter(None, of_files[:-3])))
-    assert [p for document in found[1:] for p in document.paragraphs] == list(
-        dict.fromkeys(itertools.chain(*of_files))
-    )
+    paragraphs = list(itertools.chain(*(document.paragraphs for document in found[1:])))
+    assert paragraphs == list(dict.fromkeys(itertools.chain(*of_files)))
 
 
 def test_the_embedded_corpus_covers_the_packages_direct_and_indirect_requirements():
