@@ -136,7 +136,8 @@ def test_a_dry_run_says_the_number_of_steps_that_the_run_takes(few_books, tmp_pa
         tokens += int((batch["attention_mask"].bool() & ~begins_or_ends).sum())
     # Segments of pairs that exchange their Bs are cut to one length: many of 16 tokens, some of 48.
     if "16:0.5" not in options:
-        assert float(said[2].replace(",", "")) == pytest.approx(tokens / record["data"]["train_tokens"], rel=0.15)
+        passes = tokens / record["data"]["train_tokens"]
+        assert float(said[2].replace(",", "")) == pytest.approx(passes, rel=0.15)
 
 
 @pytest.mark.slow
@@ -160,7 +161,8 @@ def test_without_a_pair_objective_there_is_no_head_for_it_and_no_mention_of_it(b
     run(books, folder, "--objective=none", "--max_steps=6", "--save_steps=3", "--mixed_precision=no")
     assert read_json(folder / "config.json")["architectures"] == ["D2lBertForMaskedLM"]
     for weights in ("model.safetensors", "checkpoint-3/model.safetensors"):
-        assert not any("nsp" in name or "pooler" in name for name in load_file(folder / weights))
+        for name in load_file(folder / weights):
+            assert "nsp" not in name and "pooler" not in name
     captured = capsys.readouterr()
     told = [(folder / name).read_text() for name in ("metrics.json", "training_log.jsonl", "README.md")]
     for text in (captured.out, captured.err, *told):
@@ -254,15 +256,10 @@ def test_accelerate_launch_trains_and_refuses(books, tmp_path):
 @pytest.mark.slow
 def test_a_text_that_pairs_would_cut_to_less_than_half_has_no_second_loss(tmp_path, capsys):
     """Documents of 600 tokens, in two "sentences", as a thousand characters are the most."""
-    (tmp_path / "a.txt").write_text("\n".join(f"{a} {b} " * 300 for a in "abcdefghij" for b in "klmnopqrst"))
-    words = [
-        "pretrain",
-        f"--corpus={tmp_path / 'a.txt'}",
-        f"--output_dir={tmp_path / 'out'}",
-        "--dry_run",
-        "--vocab_size=60",
-        "--global_batch_size=4",
-    ]
+    file = tmp_path / "a.txt"
+    file.write_text("\n".join(f"{a} {b} " * 300 for a in "abcdefghij" for b in "klmnopqrst"))
+    words = ["pretrain", f"--corpus={file}", f"--output_dir={tmp_path / 'out'}"]
+    words += ["--dry_run", "--vocab_size=60", "--global_batch_size=4"]
     for objective, said in ("auto", "objective none"), ("nsp", f"rows of 128 hold {125 / 600:.0%} of the tokens"):
         assert main([*words, f"--objective={objective}"]) == 0 and said in capsys.readouterr().err
 
@@ -318,7 +315,10 @@ def test_the_folder_of_an_unfinished_run_is_refused_with_its_last_checkpoint(
     file = tmp_path / "table.csv"
     file.write_text("text,label\n" + "Anna walked to the garden.,yes\nBoris lost the drum.,no\n" * 20)
     places = {"RUN": unfinished, "BOOKS": books, "FILE": file, "OUT": tmp_path / "out"}
-    line = fails(*(re.sub("RUN|BOOKS|FILE|OUT", lambda name: str(places[name[0]]), word) for word in words.split()))
+    given = words.split()
+    for name, place in places.items():
+        given = [word.replace(name, str(place)) for word in given]
+    line = fails(*given)
     assert "model_type" not in line and str(unfinished) in line
     assert "checkpoint-3" in line or "--resume_from_checkpoint" in line
 
