@@ -118,7 +118,8 @@ def test_paths_of_the_start_model_and_the_tokenizer_are_sent_as_names(here, trai
 @pytest.mark.slow
 def test_the_cards_examples_run_as_written_and_pin_the_revision_of_code(here, trained, tmp_path):
     assert main(["publish", str(trained), "someone/bert"]) == 0
-    card, (tag,) = published(here)["README.md"].decode(), here.tags("someone/bert")
+    card = published(here)["README.md"].decode()
+    (tag,) = here.tags("someone/bert")
     filling, tuning = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     assert tuning.count(f'from_pretrained("someone/bert", revision="{tag}", trust_remote_code=True') == 1
     code = f"""
