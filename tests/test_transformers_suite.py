@@ -77,7 +77,8 @@ class ModelTester:
     num_choices = 4
 
     def __init__(self, config_class, switches):
-        self.config_class, self.switches = config_class, switches
+        self.config_class = config_class
+        self.switches = switches
 
     def get_config(self):
         return self.config_class(
