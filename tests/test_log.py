@@ -225,8 +225,8 @@ def test_resuming_a_log_cut_at_any_byte_has_each_row_once_and_in_order(start, mo
     content = run_log.path.read_bytes()
     kinds = [(row["step"], kind_of(row)) for row in log_rows(run_log.path.parent)]
     assert len(set(kinds)) == len(kinds) == 6 + 3 + 1
-    ends = [size for size in range(kept, len(content) + 1) if b"\n" in content[size - 2 : size + 2]]
-    for size in [*ends, *range(kept, len(content), 37)]:
+    near_line_ends = [size for size in range(kept, len(content) + 1) if b"\n" in content[size - 2 : size + 2]]
+    for size in [*near_line_ends, *range(kept, len(content), 37)]:
         run_log.path.write_bytes(content[:size])
         made_again(start(step=4), 5, 6)
         assert run_log.path.read_bytes() == content, size
@@ -235,7 +235,8 @@ def test_resuming_a_log_cut_at_any_byte_has_each_row_once_and_in_order(start, mo
 def test_a_change_of_length_or_batch_is_an_event_before_the_first_step_of_its_stage():
     run = PretrainConfig(max_steps=100, max_seq_length=128, global_batch_size=32, objective="none")
     assert log.stage_changes(run) == {}
-    run.length_schedule, run.batch_size_schedule = ["48:0.4"], ["8:0.1"]
+    run.length_schedule = ["48:0.4"]
+    run.batch_size_schedule = ["8:0.1"]
     changes = log.stage_changes(run)
     assert {step: change["label"] for step, change in changes.items()} == {
         11: "batch 8 → 32",

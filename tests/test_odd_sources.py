@@ -189,7 +189,9 @@ def test_rows_with_a_column_each_are_refused_before_they_multiply(tmp_path):
 
 def test_a_header_of_many_columns_is_read_in_a_moment(tmp_path):
     names = [f"c{number}" for number in range(30_000)]
-    write_files(tmp_path, {"a.csv": ",".join(["text", *names]) + "\n" + ",".join(["a"] * 30_001) + "\n"})
+    header = ",".join(["text", *names])
+    row = ",".join(["a"] * 30_001)
+    write_files(tmp_path, {"a.csv": f"{header}\n{row}\n"})
     start = time.monotonic()
     assert lines_of(str(tmp_path / "a.csv")) == ["a"]
     with pytest.raises(UserError) as refusal:
@@ -228,9 +230,12 @@ def test_rows_are_unpacked_one_by_one_where_a_file_packs_much_into_little(tmp_pa
     write_parquet(tmp_path / "usual.parquet", text=[rng.randbytes(500).hex() for _ in range(40)])
     numbers = []
     whole = pq.ParquetFile.iter_batches
-    monkeypatch.setattr(
-        pq.ParquetFile, "iter_batches", lambda table, rows, **how: numbers.append(rows) or whole(table, rows, **how)
-    )
+
+    def noted(table, rows, **how):
+        numbers.append(rows)
+        return whole(table, rows, **how)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", noted)
     for name in ("packed.parquet", "usual.parquet"):
         assert len(lines_of(str(tmp_path / name))) == 40
     assert numbers == [1, 16]

@@ -253,7 +253,8 @@ def change_bytes(path, rng):
             content[rng.randrange(len(content))] = rng.randrange(256)
     elif kind == 3:
         place = 8 * rng.randrange(max(1, len(content) // 8))
-        content[place : place + 8] = np.array(rng.choice([-1, 0, 2**62, -(2**63), 2**63 - 1]), "<i8").tobytes()
+        number = rng.choice([-1, 0, 2**62, -(2**63), 2**63 - 1])
+        content[place : place + 8] = np.array(number, "<i8").tobytes()
     elif kind == 4:
         content = bytearray(rng.randbytes(len(content)))
     else:
