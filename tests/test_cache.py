@@ -25,7 +25,10 @@ def home(tmp_path, monkeypatch):
 
 def files_of(home, kind):
     """The files of the cache's folders of a kind."""
-    return [path for folder in (home / "d2l_bert").glob(f"{kind}-*") for path in folder.iterdir()]
+    found = []
+    for folder in (home / "d2l_bert").glob(f"{kind}-*"):
+        found += folder.iterdir()
+    return found
 
 
 def fill(path):

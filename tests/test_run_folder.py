@@ -108,8 +108,10 @@ def test_a_run_killed_at_any_rename_leaves_no_weights_beside_files_of_another_ru
     assert any(WEIGHTS not in files for files in found)
 
     # Deletions and new files are on disk before the new weights; a model that is kept so far is deleted only then.
-    gone, there = (len(done) - 1 - done[::-1].index((kind, WEIGHTS)) for kind in ("delete", "rename"))
-    assert done[gone + 1] == done[there - 1] == done[there + 1] == ("sync", folder.name)
+    gone = max(number for number, what in enumerate(done) if what == ("delete", WEIGHTS))
+    there = max(number for number, what in enumerate(done) if what == ("rename", WEIGHTS))
+    for number in (gone + 1, there - 1, there + 1):
+        assert done[number] == ("sync", folder.name)
     assert set(done[: gone if changes == RESUMED else there]) >= {("sync", name) for name in MODEL_FILES}
     assert set(done[gone:there]) >= {("rename", name) for name in MODEL_FILES - {WEIGHTS}}
 
