@@ -64,9 +64,9 @@ def world(tmp_path_factory):
     """A folder with a pretrained model (`run`), a fine-tuned one (`tuned`), a stock BERT (`bert`) and texts."""
     folder = tmp_path_factory.mktemp("strangers")
     write_books(folder / "books", count=8)
-    verbs = (("sold", "a"), ("lost", "b"))
-    rows = [f"{number} of them {verb} it,{label}\n" for verb, label in verbs for number in range(6)]
-    (folder / "rows.csv").write_text("text,label\n" + "".join(rows))
+    sold = [f"{number} of them sold it,a\n" for number in range(6)]
+    lost = [f"{number} of them lost it,b\n" for number in range(6)]
+    (folder / "rows.csv").write_text("".join(["text,label\n", *sold, *lost]))
     (folder / "lines.txt").write_text("anna sold the kettle.\nbob lost it.\n")
     with contextlib.chdir(folder):
         run = ["--corpus=books", "--output_dir=run", "--max_steps=2", "--license=mit", "--embedding_layer_norm=true"]
@@ -101,7 +101,12 @@ def edit(file, **entries):
 
 def files_in(folder):
     """Each file below a folder, with its size and the time of its last change."""
-    return {path: (path.lstat().st_size, path.lstat().st_mtime_ns) for path in folder.rglob("*") if not path.is_dir()}
+    found = {}
+    for path in folder.rglob("*"):
+        if not path.is_dir():
+            status = path.lstat()
+            found[path] = (status.st_size, status.st_mtime_ns)
+    return found
 
 
 def run(command):
@@ -164,7 +169,12 @@ def test_a_link_that_leaves_the_folder_is_followed_by_no_command(name, model):
     secret.write_bytes(file.read_bytes() if file.exists() else b"{}")
     file.unlink(missing_ok=True)
     file.symlink_to(secret.resolve())
-    for command in ("publish", *(["to bert"] if name != "LICENSE" else []), *(OF_ENCODERS if name in READ else [])):
+    commands = ["publish"]
+    if name != "LICENSE":
+        commands.append("to bert")
+    if name in READ:
+        commands += OF_ENCODERS
+    for command in commands:
         assert "link that leads out" in refusal(command)
 
 
@@ -876,10 +886,10 @@ def test_a_model_of_one_segment_reads_pairs_without_segments(model):
     folder = model("bert")
     config = BertConfig.from_pretrained(folder, type_vocab_size=1)
     BertForPreTraining(config).save_pretrained(folder)
-    Path("pairs.csv").write_text(
-        "text,text_pair,label\n" + "".join(f"{n} left.,bob left.,a\n{n} left.,it.,b\n" for n in range(6))
-    )
-    assert run("next-sentence")[0] == run("evaluate")[0] == run("attention")[0] == run("embed")[0] == 0
+    rows = [f"{n} left.,bob left.,a\n{n} left.,it.,b\n" for n in range(6)]
+    Path("pairs.csv").write_text("".join(["text,text_pair,label\n", *rows]))
+    for command in ("next-sentence", "evaluate", "attention", "embed"):
+        assert run(command)[0] == 0
     with contextlib.redirect_stderr(io.StringIO()):
         assert main(["finetune", "M", *TUNING, "--train_file=pairs.csv", "--output_dir=OUT"]) == 0
 
@@ -972,7 +982,8 @@ def damage_and_run(seed, model):
     before = files_in(folder)
     code, out, err = run(command)
     lines = [line for line in err.splitlines() if "error:" in line]
-    is_right = code == 0 or (code == 2 and len(lines) == 1 and not [*Path().glob("OUT*")])
+    is_refused = code == 2 and len(lines) == 1 and not any(Path().glob("OUT*"))
+    is_right = code == 0 or is_refused
     is_quiet = "Traceback" not in err and "\x1b" not in out + err and files_in(folder) == before
     return "" if is_right and is_quiet else f"seed {seed}: {kind}, {name}, {command}: {code} {err[-600:]}"
 
