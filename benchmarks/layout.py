@@ -169,7 +169,7 @@ def measure_first_batch(folder):
         next(made)
     # The layout alone, in this process.
     start = time.monotonic()
-    laid_out = len(steps.stages[-1].pairs.window(1, 0))
+    laid_out = len(steps.stages[-1].epoch_pairs.window(1, 0))
     print(
         json.dumps(
             {

@@ -105,7 +105,7 @@ class Ours:
         return micro_batches, self.counts_of(micro_batches)
 
     def step(self, batches, rate):
-        return self.learner.take_step(*batches, rate)[:2]
+        return self.learner.update(*batches, rate)[:2]
 
     def scores(self, batch):
         outputs = type(self.model).forward(self.model, **batch)  # Accelerate's own `forward` would compute in bf16

@@ -21,7 +21,7 @@ from transformers import pipeline
 from d2l_bert.folders import content_hash, short_hash, write_json
 from d2l_bert.messages import UserError
 from d2l_bert.model_cards.card import CARD_FILE, CURVES_FILE, METRICS_FILE, RELEASE_FILE, RUN_FILE, render_card
-from d2l_bert.model_cards.figures import FINETUNED_SD, FROM_SCRATCH, formatted, reported_metrics
+from d2l_bert.model_cards.figures import FINETUNED_SD, FROM_SCRATCH, formatted, reported_figures
 from d2l_bert.records import read_record
 from d2l_bert.tokenization.python_docs import required_distributions
 from d2l_bert.tokenization.sources import file_source
@@ -453,11 +453,11 @@ def deviations(release: dict, metrics: dict) -> dict[str, float]:
         metrics: the content of metrics.json; it has them for what was fine-tuned, over the seeds of the fine-tuning.
     """
     found = {}
-    for metric in reported_metrics(metrics):
-        over_seeds = metrics.get(f"{metric.key}{FINETUNED_SD}")
-        deviation = release["recipe"]["deviations"].get(metric.key, over_seeds)
+    for figure in reported_figures(metrics):
+        over_seeds = metrics.get(f"{figure.key}{FINETUNED_SD}")
+        deviation = release["recipe"]["deviations"].get(figure.key, over_seeds)
         if deviation is not None:
-            found[metric.key] = deviation
+            found[figure.key] = deviation
     return found
 
 
@@ -471,17 +471,17 @@ def compare(folder: Path, place: Path) -> int:
     print(f"{place.name}: {found}")
     deviation_of = deviations(recorded, recorded_metrics)
     are_close = True
-    for metric in reported_metrics(recorded_metrics):
-        if metric.key not in metrics:
+    for figure in reported_figures(recorded_metrics):
+        if figure.key not in metrics:
             continue
-        expected = recorded_metrics[metric.key]
-        here = metrics[metric.key]
-        line = f"  {metric.name}: recorded {formatted(expected, metric.unit)}, here {formatted(here, metric.unit)}"
-        if metric.key in deviation_of:
-            most = DEVIATIONS * deviation_of[metric.key]
+        expected = recorded_metrics[figure.key]
+        here = metrics[figure.key]
+        line = f"  {figure.name}: recorded {formatted(expected, figure.unit)}, here {formatted(here, figure.unit)}"
+        if figure.key in deviation_of:
+            most = DEVIATIONS * deviation_of[figure.key]
             is_within = abs(here - expected) <= most
             are_close = are_close and is_within
-            line += f", {'within' if is_within else 'NOT WITHIN'} {formatted(most, metric.unit)}"
+            line += f", {'within' if is_within else 'NOT WITHIN'} {formatted(most, figure.unit)}"
         print(line)
     return 0 if are_same or are_close else 1
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.search import sentences_of
 from d2l_bert.folders import content_hash
-from d2l_bert.training.checkpoint import PREFIX
+from d2l_bert.training.words_seen import PREFIX
 
 
 def models_of(run: Path) -> dict[float, Path]:

@@ -37,11 +37,11 @@ CURVES_FILE = "training_curves.png"
 WEIGHTS_FILE = "model.safetensors"
 RELEASE_FILE = "release.json"
 
-# The name of a picture in a model's folder.
-PICTURE = r"\w[\w .-]*\.(png|jpg|svg)"
+# The name of a picture in a model's folder, such as `few labels.png`: no path, and not hidden.
+PICTURE_FILE = r"\w[\w .-]*\.(png|jpg|svg)"
 
 # What a card with strange metadata, and a record with entries of strange types, raise where they are read.
-OF_CARDS = (
+CARD_ERRORS = (
     OSError,
     ValueError,
     TypeError,
@@ -55,7 +55,7 @@ OF_CARDS = (
 )
 
 # The options of `prepare` that a prepared folder was made with, for the command on a card.
-PREPARED_WITH = (
+PREPARE_OPTIONS = (
     "documents",
     "language",
     "vocab_size",
@@ -67,7 +67,7 @@ PREPARED_WITH = (
 )
 
 # Options that name files and folders, and those that name models and data sets: on the Hub, or on this machine.
-PATHS = (
+PATH_OPTIONS = (
     "corpus",
     "validation_corpus",
     "train_file",
@@ -76,10 +76,10 @@ PATHS = (
     "output_dir",
     "resume_from_checkpoint",
 )
-NAMES = ("model", "init_from", "tokenizer", "dataset", "validation_dataset")
+NAME_OPTIONS = ("model", "init_from", "tokenizer", "dataset", "validation_dataset")
 
 # Options by which a command writes or sends something elsewhere: no command on a card has one of them.
-WRITING = {
+WRITING_OPTIONS = {
     "output_dir",
     "overwrite_output_dir",
     "resume_from_checkpoint",
@@ -93,38 +93,24 @@ WRITING = {
 LARGEST_CARD = 100_000
 
 
+# The templates of cards lie beside this file. A line with nothing but a tag {% ... %} or a comment {# ... #} leaves no
+# line in the card. A line of text that ends in a tag loses its end, by `trim_blocks`: there an empty line follows.
 TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent),
     trim_blocks=True,
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
+# What templates may call: the modules `facts` and `figures`, and what shows words of others.
 TEMPLATES.globals |= {
-    # words of others
+    "facts": facts,
+    "figures": figures,
     "authored": authored,
     "cell": cell,
     "code": code,
     "fenced": fenced,
     "quoted": quoted,
     "counted": counted,
-    # a pretrained model
-    "origin": facts.origin,
-    "departures": facts.departures,
-    "summary_rows": facts.summary_rows,
-    "example_rows": facts.example_rows,
-    "comparison_rows": facts.comparison_rows,
-    "training_rows": facts.training_rows,
-    "has_collapsed": figures.has_collapsed,
-    # a fine-tuned model
-    "chosen_on_validation": facts.chosen_on_validation,
-    "seed_tables": facts.seed_tables,
-    "class_tables": facts.class_tables,
-    "most_classes": facts.MOST_CLASSES,
-    "finetuning_rows": facts.finetuning_rows,
-    # figures of both
-    "own_rows": facts.own_rows,
-    "measured_on_texts": facts.measured_on_texts,
-    "finetuned_rows": facts.finetuned_rows,
 }
 
 
@@ -146,49 +132,33 @@ def render_card(folder: Path, name: str | None = None, parameters: int | None = 
         UserError: an entry of a file is of another kind than those that this package writes.
     """
     way_out = f"put back the {RUN_FILE}, {METRICS_FILE} and {RELEASE_FILE} that were written there, or take them out"
-    with explained(f"{folder}: its files cannot be shown on a card", way_out, *OF_CARDS):
-        return _rendered(folder, shown(name or folder.resolve().name), parameters or count_parameters(folder))
+    with explained(f"{folder}: its files cannot be shown on a card", way_out, *CARD_ERRORS):
+        return _render(folder, shown(name or folder.resolve().name), parameters or count_parameters(folder))
 
 
-def _rendered(folder, name, parameters):
+def _render(folder, name, parameters):
     config = read_record(folder / "config.json", ConfigFile)
-    record = read_record(folder / RUN_FILE, RunRecord)
-    metrics = read_record(folder / METRICS_FILE, Metrics, allow_nan=True)
-    release = read_record(folder / RELEASE_FILE, Release)
-    model = facts.Facts(
+    records = facts.Records(
         name=name,
         parameters=parameters,
         config=config,
-        record=record,
-        metrics=metrics,
-        release=release,
+        run_record=read_record(folder / RUN_FILE, RunRecord),
+        metrics=read_record(folder / METRICS_FILE, Metrics, allow_nan=True),
+        release=read_record(folder / RELEASE_FILE, Release),
         head=facts.head_of(config),
     )
-    examples = chosen_examples(metrics, model.recipe)
-    head = model.head
-    return TEMPLATES.get_template("FINETUNED.md" if model.is_tuned else "TEMPLATE.md").render(
-        card_data=card_data(model, examples),
-        facts=model,
-        name=name,
-        config=config,
-        parameters=parameters,
-        record=record,
-        run=model.run,
-        data=model.data,
-        metrics=metrics,
-        pictures=shown_pictures(folder, metrics),
-        release=release,
-        recipe=model.recipe,
-        task=model.task,
-        unit=model.unit,
-        trust=", trust_remote_code=True" if model.is_ours else "",
+    examples = chosen_examples(records.metrics, records.recipe)
+    template = TEMPLATES.get_template("FINETUNED.md" if records.is_tuned else "TEMPLATE.md")
+    return template.render(
+        card_data=card_data(records, examples),
+        records=records,
+        pictures=shown_pictures(folder, records.metrics),
         examples=examples,
         prompt=shortest_prompt(folder, examples),
-        pipeline_tag=PIPELINE_TAGS.get(head),
-        auto_class="AutoModelForMaskedLM" if head == "ForPreTraining" else f"Auto{head.replace('For', 'ModelFor')}",
-        command=command_again(record, "finetune" if model.is_tuned else "pretrain", model.run),
-        release_command=release_command(release),
-        prepare=prepare_command(model.run),
+        pipeline_tag=PIPELINE_TAGS.get(records.head),
+        command=command_again(records.run_record, "finetune" if records.is_tuned else "pretrain", records.run),
+        release_command=release_command(records.release),
+        prepare_command=prepare_command(records.run),
     )
 
 
@@ -211,24 +181,38 @@ def updated_card(folder: Path, new: str) -> str:
     written = ModelCard(render_card(folder)) if (folder / "config.json").is_file() else new_card
     if edited.content == written.content:
         return new
-    edited.text, left = _merged(
+    edited.text, left_out = _merged(
         edited.text.splitlines(keepends=True),
         written.text.splitlines(keepends=True),
         new_card.text.splitlines(keepends=True),
     )
-    of_run = {result.metric_name for result in written.data.eval_results or []}
-    of_others = [result for result in edited.data.eval_results or [] if result.metric_name not in of_run]
-    edited.data.eval_results = [*of_others, *(new_card.data.eval_results or [])] or None
+    # In the metadata, figures that someone has added stay; those of the run are replaced.
+    names_of_run = {result.metric_name for result in written.data.eval_results or []}
+    added = [result for result in edited.data.eval_results or [] if result.metric_name not in names_of_run]
+    edited.data.eval_results = [*added, *(new_card.data.eval_results or [])] or None
     edited.data.model_name = edited.data.model_name or new_card.data.model_name
     edited.data.license = edited.data.license or new_card.data.license
-    missing = f"; {counted(left, 'change')} would be in edited lines: delete the card to have it new" if left else ""
-    logger.warning(f"{folder / CARD_FILE}: was edited; its words stay, with the new figures{missing}")
+    lost = ""
+    if left_out:
+        lost = f"; {counted(left_out, 'change')} would be in edited lines: delete the card to have it new"
+    logger.warning(f"{folder / CARD_FILE}: was edited; its words stay, with the new figures{lost}")
     return edited.content
 
 
 def _merged(edited, written, new):
     """
     An edited text with the changes from `written` to `new`, where it still has the lines that change.
+
+    For example, two figures have changed, and the line of the second was edited:
+
+        written     edited          new         result
+        # Model     # Model         # Model     # Model
+                    My words.                   My words.
+        loss 3.0    loss 3.0        loss 2.0    loss 2.0
+        ---         ---             ---         ---
+        steps 40    only 40 steps   steps 80    only 40 steps
+
+    The loss becomes the new one. `edited` has no line "steps 40" any more: this change is left out.
 
     Args:
         edited, written, new: lists of lines.
@@ -238,23 +222,35 @@ def _merged(edited, written, new):
     """
     place_of = _places(written, edited)
     lines = list(edited)
-    left = 0
+    left_out = 0
     changes = difflib.SequenceMatcher(None, written, new, autojunk=False).get_opcodes()
     for kind, start, end, new_start, new_end in reversed(changes):  # from the end: earlier places stay as they are
         if kind == "equal":
             continue
-        places = [place_of.get(number) for number in range(start, end)]
-        before = place_of.get(start - 1)
-        if start == end:  # lines that are new, behind a line that the edited text may lack
-            first = None if before is None else before + 1
-        else:
-            are_together = None not in places and places[-1] - places[0] == end - start - 1
-            first = places[0] if are_together else None
+        first = _place_to_change(start, end, place_of)
         if first is None:
-            left += 1
+            left_out += 1
         else:
             lines[first : first + end - start] = new[new_start:new_end]
-    return "".join(lines), left
+    return "".join(lines), left_out
+
+
+def _place_to_change(start, end, place_of):
+    """
+    Where lines `start` to `end` of `written` begin in `edited`; None if it has not all of them, one behind the other.
+
+    Args:
+        start, end: equal where lines come in and none goes: behind the line before `start`, if `edited` has it.
+        place_of: from `_places`.
+    """
+    if start == end:
+        before = place_of.get(start - 1)
+        return None if before is None else before + 1
+    places = [place_of.get(number) for number in range(start, end)]
+    if None in places:
+        return None
+    are_together = places[-1] - places[0] == end - start - 1
+    return places[0] if are_together else None
 
 
 def _places(written, edited):
@@ -315,7 +311,7 @@ def command_again(record: dict, command: str, run: dict) -> str | None:
         return None
     given = {word.removeprefix("--") for word in words if word.startswith("--")}
     of_run = {"recipe", *run, *record.get("architecture", {})}
-    if words[:2] != ["d2l-bert", command] or not given <= of_run - WRITING:
+    if words[:2] != ["d2l-bert", command] or not given <= of_run - WRITING_OPTIONS:
         return None
     return shell_words(words)
 
@@ -323,7 +319,7 @@ def command_again(record: dict, command: str, run: dict) -> str | None:
 def prepare_command(run: dict) -> str:
     """The command that made the prepared folder which a run has read, without its folders."""
     words = ["d2l-bert", "prepare"]
-    for option in PREPARED_WITH:
+    for option in PREPARE_OPTIONS:
         words += flag(option, run.get(option))
     return shell_words(words)
 
@@ -338,12 +334,20 @@ def portable(record: dict) -> dict:
     """
     The content of run_config.json without the paths of this machine, so that a run's folder can be published as it is.
 
+    For example, a run has read a corpus, and writes into the folder `out`:
+
+        record                                                          the returned content
+        run: {corpus: [/home/me/books], output_dir: /home/me/out}       run: {corpus: [books], output_dir: out}
+        local_paths: {/home/me/books: {name: books, fingerprint: 3c},   fingerprints: [{name: books, fingerprint: 3c}]
+                      /home/me/out: {name: out, fingerprint: None}}
+
     Args:
         record: the content with options as they were given, and with `local_paths`: by each path a dict with `name`,
             its `local_name`, and `fingerprint`, a hash of what the run read there, or None.
 
     Returns:
-        The content with names in place of paths, and with `fingerprints`, the dicts of the paths that were read.
+        The content with names in place of paths; and in place of `local_paths`, `fingerprints`: the dicts of what the
+        run has read.
     """
     made = {name: entry for name, entry in record.items() if name != "local_paths"}
     for part in ("run", "finetune", "identity"):
@@ -355,11 +359,11 @@ def portable(record: dict) -> dict:
 
 def _portable_option(option, value):
     """The value of an option, or its values, without the folders in which things lie."""
-    if option not in (*PATHS, *NAMES) or value is None:
+    if option not in (*PATH_OPTIONS, *NAME_OPTIONS) or value is None:
         return value
     if isinstance(value, list):
         return [_portable_option(option, one) for one in value]
-    return base_name(value) if option in PATHS else local_name(value)
+    return base_name(value) if option in PATH_OPTIONS else local_name(value)
 
 
 def local_name(name: str) -> str:
@@ -393,9 +397,9 @@ def read_card(folder: Path, license: str | None = None) -> ModelCard:
     path = folder / CARD_FILE
     check_within(path, folder)
     if not path.is_file():
-        card = rendered_card(folder)
+        card = card_of_records(folder)
     else:
-        with explained(f"{path}: cannot be read", "fix it, or delete it, and it is written again", *OF_CARDS):
+        with explained(f"{path}: cannot be read", "fix it, or delete it, and it is written again", *CARD_ERRORS):
             if path.stat().st_size > LARGEST_CARD:
                 raise ValueError(f"it has more than {LARGEST_CARD:,} bytes")
             text = path.read_text(encoding="utf-8-sig")
@@ -406,8 +410,8 @@ def read_card(folder: Path, license: str | None = None) -> ModelCard:
     return card
 
 
-def rendered_card(folder: Path, name: str | None = None) -> ModelCard:
-    """The card that follows from a folder's records, as `render_card` writes it, which raises `UserError`."""
+def card_of_records(folder: Path, name: str | None = None) -> ModelCard:
+    """The card that follows from a folder's records, read back from what `render_card` writes; raises `UserError`."""
     return ModelCard(render_card(folder, name))
 
 
@@ -428,33 +432,36 @@ def carry_card(source: str, folder: Path, name: str, has_figures: bool = True, e
     Raises:
         UserError: the source has a record that cannot be read, or one that names a picture outside of its folder.
     """
-
-    def copy(*files):
-        for file in files:
-            if found := find_file(source, file):
-                shutil.copyfile(found, folder / file)
-
-    copy(CARD_FILE, RUN_FILE, CURVES_FILE, *([METRICS_FILE] if has_figures else []))
+    for file in (CARD_FILE, RUN_FILE, CURVES_FILE):
+        _copy_file(source, folder, file)
+    if has_figures:
+        _copy_file(source, folder, METRICS_FILE)
     try:
-        _write_carried_card(source, folder, name, export, copy)
+        _write_carried_card(source, folder, name, export)
     except UserError as error:  # of a file that was copied: it is the source's
         raise UserError(str(error).replace(str(folder), source)) from None
 
 
-def _write_carried_card(source, folder, name, export, copy):
-    """The card of a converted model, whose records are copied already; `copy` copies further files of the source."""
+def _copy_file(source, folder, file):
+    """Copy a file of the model `source` into a folder, if the model has it."""
+    if found := find_file(source, file):
+        shutil.copyfile(found, folder / file)
+
+
+def _write_carried_card(source, folder, name, export):
+    """Write the card of a converted model, whose records are copied already, and copy the pictures that it shows."""
     metrics = read_record(folder / METRICS_FILE, Metrics, allow_nan=True)
     for picture in metrics.get("pictures", {}):
-        if not re.fullmatch(PICTURE, picture):
+        if not re.fullmatch(PICTURE_FILE, picture):
             raise UserError(
                 f"{source}: its {METRICS_FILE} names the picture {picture!r:.200}, and a picture is a .png, .jpg or "
                 f".svg in the folder itself; take the name out"
             )
-        copy(picture)
+        _copy_file(source, folder, picture)
     if export:
         write_json(folder / METRICS_FILE, {**metrics, "export": export})
     before = read_card(folder).data
-    card = rendered_card(folder, name)
+    card = card_of_records(folder, name)
     for field in ("license", "language", "datasets", "base_model"):  # what the card lacks follows from the run
         setattr(card.data, field, getattr(before, field, None) or getattr(card.data, field, None))
     (folder / CARD_FILE).write_text(card.content, encoding="utf-8")

@@ -62,22 +62,28 @@ WRITTEN = (
 )
 PUBLISHED = (*WRITTEN, "LICENSE*", "*.png", "*.jpg", "*.svg")
 
-# Paths that name folders of a machine: below a home, on a disk that was attached, on a cluster, on Windows, on a
-# server. A word is what may stand between two slashes.
+# Paths that name folders of a machine. A word is what may stand between two slashes.
 WORD = r"[\w.+@~%-]+"
 OF_PEOPLE = r"home|[Uu]sers|scratch|cluster|lustre|gpfs|Volumes|mnt|media|root"
 MACHINE_PATHS = (
+    # below a home, a disk that was attached, a cluster's disk: /home/ada, /data/home/ada, /mnt/books
     rf"(?<![\w.~/-])(?:/{WORD}){{0,20}}/(?:{OF_PEOPLE})/+{WORD}",
+    # such a folder itself: /scratch
     r"(?<![\w.~/<)\]-])/(?:root|scratch|mnt|cluster|lustre|gpfs)(?![\w/-]|\.\w)",
+    # as an address: file:///books
     rf"\bfile:/+{WORD}",
+    # below a home by a tilde: ~/books, ~ada/books; but not ~/.cache
     rf"(?<![\w~/])~\w*/(?!\.){WORD}",
+    # on Windows: C:\books, C:/books
     rf"(?<![\w\\/])[A-Za-z]:[\\/]+{WORD}",
-    rf"(?<![\w\\])(?:\\{{2}}{WORD}\\|\\{{4}}{WORD}\\{{2}})[\w$]",  # of a server, as it is or in quotes
+    # on a server of Windows: \\server\books, or in quotes, where each backslash is doubled: "\\\\server\\books"
+    rf"(?<![\w\\])(?:\\{{2}}{WORD}\\|\\{{4}}{WORD}\\{{2}})[\w$]",
 )
 
-# Any other path from the root, of two words or more; but not those that all machines have, addresses of web pages and
-# services, and examples.
+# Any other path from the root, of two words or more, such as /data/books; but not those that all machines have
+# (/usr/lib), and addresses of web pages and services (/api/models), and examples (/path/to).
 ELSEWHERE = r"usr|bin|sbin|lib\w*|etc|dev|proc|sys|boot|run|opt|var|api|v\d\w*|path|datasets|models|spaces"
+# Not behind what an address begins with: https:/, [a link](, href=".
 NOT_IN_AN_ADDRESS = r"""(?<![\w.~/<)\]*&%+-])(?<!\]\()(?<!href=["'])(?<!src=["'])"""
 ANY_PATH = rf"{NOT_IN_AN_ADDRESS}/(?!(?:{ELSEWHERE})/)(?:[^\W\d]|\.){WORD}/{WORD}"
 
@@ -101,6 +107,11 @@ def published_files(folder: Path) -> dict[str, Path]:
             check_within(path, folder)
             files[path.relative_to(folder).as_posix()] = path
     return files
+
+
+def refuse_links(folder: Path) -> None:
+    """Raise `UserError` if a file to publish is a link that leads out of the folder, or no regular file."""
+    published_files(folder)
 
 
 def check_code(folder: Path):
@@ -236,7 +247,8 @@ def check_onnx(folder: Path) -> None:
         with explained(f"{file}: cannot be checked", f"{again}; pip install 'd2l-bert[onnx]'", Exception):
             model, *_ = export.read_for_task(str(folder), metrics["export"]["task"])
             difference = conversion.largest_difference(model, export.OnnxModel(file, model.config))
-            # What int8 changes was measured at the export; another processor may round otherwise: twice that passes.
+            # The error of int8 was measured at the export. Twice that is allowed, as another processor may round
+            # differently.
             bound = 1e-3 if name == export.FLOAT else 2 * metrics["export"]["files"][name]["difference"]
         if not difference <= bound:  # true for NaN, too
             raise UserError(f"{file}: its outputs differ from the model's by {difference:.1e}; {again}")
@@ -254,7 +266,7 @@ def check_card(folder: Path, license: str | None = None) -> None:
     """
     path = folder / cards.CARD_FILE
     card = cards.read_card(folder, license)
-    expected = cards.rendered_card(folder)
+    expected = cards.card_of_records(folder)
     if not card.data.license:
         raise UserError(f"{path}: has no licence; give --license, such as apache-2.0")
     way_out = f"put back what belongs there, or delete {cards.CARD_FILE}, and it is written again"
@@ -332,9 +344,25 @@ def strings_in(content: object) -> Iterator[str]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Pictures in Markdown
 
-# A picture's caption, in which brackets are escaped or come in pairs, and its address, between < and > or without.
-CAPTION = r"(?<!\\)(?:\\\\)*!\[(?:[^\[\]\\]|\\.|\[(?:[^\[\]\\]|\\.)*\])*\]"
-PICTURE = re.compile(CAPTION + r"\(\s*(?:<([^<>\n]*)>|((?:[^\s()\\]|\\.|\([^\s()]*\))+))", re.S)
+# A picture in Markdown, such as ![A map [of 2020]](map.png) or ![](<a map.png>).
+PICTURE_IN_MARKDOWN = re.compile(
+    r"""
+    (?<!\\)(?:\\\\)*     # no backslash before the !, or an even number: it is not escaped
+    !\[
+    (?:                   # the caption
+        [^\[\]\\]
+        | \\.             # an escaped character
+        | \[ (?: [^\[\]\\] | \\. )* \]       # brackets, in pairs
+    )*
+    \]
+    \(\s*
+    (?:                   # the address
+        <([^<>\n]*)>                                     # between < and >
+        | ( (?: [^\s()\\] | \\. | \([^\s()]*\) )+ )     # or without: then parentheses come in pairs
+    )
+    """,
+    re.DOTALL | re.VERBOSE,
+)
 
 
 def unescaped(text: str) -> str:
@@ -344,6 +372,6 @@ def unescaped(text: str) -> str:
 
 def local_pictures(text: str) -> list[str]:
     """The names of the pictures that a Markdown text shows from its own folder."""
-    found = PICTURE.findall(without_code(text))
+    found = PICTURE_IN_MARKDOWN.findall(without_code(text))
     addresses = [unescaped(between or plain) for between, plain in found]
     return [unquote(address) for address in addresses if not re.match(r"[A-Za-z][\w+.-]*:|//|#", address)]

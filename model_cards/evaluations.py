@@ -14,8 +14,8 @@ from d2l_bert.model_cards.figures import (
     BLIMP_NAME,
     BLIMP_ONE_OF_EACH,
     BLIMP_PHENOMENON,
-    MINIMAL_PAIRS,
-    evaluated_metrics,
+    MINIMAL_PAIRS_KEY,
+    evaluated_figures,
 )
 from d2l_bert.model_cards.markdown import shown
 from d2l_bert.model_cards.metadata import eval_results
@@ -55,7 +55,7 @@ def check_updatable(name: str) -> None:
     _refuse_links(folder)
     metrics = read_record(folder / cards.METRICS_FILE, Metrics, allow_nan=True)
     way_out = f"put back the {cards.METRICS_FILE} that was written there, or take it out"
-    with explained(f"{folder / cards.METRICS_FILE}: cannot be shown on a card", way_out, *cards.OF_CARDS):
+    with explained(f"{folder / cards.METRICS_FILE}: cannot be shown on a card", way_out, *cards.CARD_ERRORS):
         section_of(metrics)
         eval_results(metrics, read_record(folder / cards.RUN_FILE, RunRecord), None)
     cards.read_card(folder)
@@ -106,6 +106,7 @@ def _update(folder, text, figures, blimp):
     card.data.eval_results = _new_results(card, before, metrics, read_record(folder / cards.RUN_FILE))
     card.data.model_name = card.data.model_name or shown(folder.resolve().name)
     place = SECTION if SECTION.search(card.text) else PLACE
+    # A function gives the section, as `sub` would read backslashes in a text as references to groups.
     card.text = place.sub(lambda _: section, card.text, count=1)
     # Both are written before either is moved to its place: on a full disk both stay as they were.
     with (
@@ -133,7 +134,7 @@ def _new_results(card, before, metrics, record):
     """The results in the card's metadata: those of others stay, those of `d2l-bert evaluate` are of `metrics`."""
     # An earlier version has given BLiMP's name to figures on any pairs.
     names = {BLIMP_NAME}
-    for figure in (*evaluated_metrics(before), *evaluated_metrics(metrics)):
+    for figure in (*evaluated_figures(before), *evaluated_figures(metrics)):
         names.add(figure.name)
     of_others = [result for result in card.data.eval_results or [] if result.metric_name not in names]
     ours = [result for result in eval_results(metrics, record, None) if result.metric_name in names]
@@ -166,7 +167,7 @@ def _blimp_figures(blimp):
 def _pair_figures(name, results):
     """The entries of metrics.json for results on other minimal pairs."""
     return {
-        f"eval/{name}/{MINIMAL_PAIRS}": results["accuracy"],
+        f"eval/{name}/{MINIMAL_PAIRS_KEY}": results["accuracy"],
         f"eval/{name}/minimal_pairs_standard_error": results["standard_error"],
         f"eval/{name}/minimal_pairs_count": results["pairs"],
         f"eval/{name}/minimal_pairs_score": results["score"],

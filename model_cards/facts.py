@@ -9,33 +9,40 @@ from d2l_bert.model_cards.markdown import authored, cell, code, shown
 from d2l_bert.pair_tasks import PAIR_TASKS, PairTask, unit
 
 
-# An id on the Hub: an owner's name, if it has one, and the repository's.
+# An id on the Hub: an owner's name, if it has one, and the repository's, such as google/bert_uncased_L-2_H-128_A-2 and
+# bert-base-uncased. A path such as ./models/bert or /data/bert is none.
 HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
 
 # Of more classes than this, a card shows the first ones, or the largest.
-MOST_CLASSES = 30
+MOST_CLASSES_SHOWN = 30
 
 # The entries of a classification report that are no classes.
 AVERAGES = ("micro avg", "macro avg", "weighted avg", "samples avg")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class Records:
     """
-    A model and its records.
+    The records in a model's folder, and what follows from them. There are three kinds of models:
+
+        a model of                              is_tuned    run                              data
+        `d2l-bert pretrain`                     False       `run` of run_config.json         the text
+        `d2l-bert finetune`                     True        `finetune` of run_config.json    the rows
+        another program; or of `finetune`,      False       empty                            empty
+          but converted to another head
 
     Args:
         name: of the model, in the card.
         parameters: the number of weights.
-        config, record, metrics, release: the contents of config.json, run_config.json, metrics.json and release.json;
-            empty without the file.
+        config, run_record, metrics, release: the contents of config.json, run_config.json, metrics.json and
+            release.json; empty without the file.
         head: of the model's class: `ForMaskedLM` of `BertForMaskedLM`, `Model` of an encoder.
     """
 
     name: str
     parameters: int
     config: dict
-    record: dict
+    run_record: dict
     metrics: dict
     release: dict
     head: str
@@ -48,17 +55,17 @@ class Facts:
     @property
     def is_tuned(self) -> bool:
         """Whether the model was fine-tuned, and still has the head that it was fine-tuned with."""
-        return "finetune" in self.record and self.head == self.record["auto_class"].removeprefix("AutoModel")
+        return "finetune" in self.run_record and self.head == self.run_record["auto_class"].removeprefix("AutoModel")
 
     @property
     def run(self) -> dict:
-        """The options of the run that has made the model."""
-        return self.record.get("finetune" if self.is_tuned else "run", {})
+        """The options of the run that has made the model; empty without a run."""
+        return self.run_record.get("finetune" if self.is_tuned else "run", {})
 
     @property
     def data(self) -> dict:
-        """The text or the rows of the run."""
-        return self.record.get("data", {}) if self.run else {}
+        """The text or the rows of the run; empty without a run."""
+        return self.run_record.get("data", {}) if self.run else {}
 
     @property
     def recipe(self) -> dict:
@@ -66,24 +73,35 @@ class Facts:
         return self.release.get("recipe", {})
 
     @property
-    def task(self) -> PairTask | None:
-        """The task on pairs that the run has trained beside MLM."""
+    def pair_task(self) -> PairTask | None:
+        """NSP or SOP, if the run has trained one of them beside MLM."""
         return PAIR_TASKS.get(self.run.get("objective"))
 
     @property
     def unit(self) -> str:
         """What a training example is called."""
-        return unit(self.task)
+        return unit(self.pair_task)
+
+    @property
+    def auto_class(self) -> str:
+        """The class of Transformers that the card's code loads the model with, such as `AutoModelForMaskedLM`."""
+        if self.is_tuned:
+            return self.run_record["auto_class"]
+        if self.head == "ForPreTraining":
+            return "AutoModelForMaskedLM"
+        return f"Auto{self.head.replace('For', 'ModelFor')}"  # AutoModel for the head `Model`
 
     @property
     def start(self) -> str | None:
         """The name of the model that the run began with; None for random weights."""
-        return self.record["base_model"]["name"] if self.is_tuned else self.run.get("init_from")
+        return self.run_record["base_model"]["name"] if self.is_tuned else self.run.get("init_from")
 
     @property
     def start_is_on_hub(self) -> bool:
         """Whether the model that the run began with is one of the Hub, and not of the machine."""
-        read_here = [read["name"] for read in self.record.get("fingerprints", [])]
+        # A folder is recorded by the last part of its path, which may look like an id on the Hub. But what a run has
+        # read on its machine is recorded with a fingerprint, too.
+        read_here = [read["name"] for read in self.run_record.get("fingerprints", [])]
         return bool(self.start) and self.start not in read_here and HUB_ID.fullmatch(self.start) is not None
 
     @property
@@ -95,7 +113,7 @@ class Facts:
     @property
     def languages(self) -> list[str]:
         """The languages of the text, each as a BCP 47 tag; parts may have been prepared with a language each."""
-        made_with = self.record["base_model"] if self.is_tuned else self.run
+        made_with = self.run_record["base_model"] if self.is_tuned else self.run
         return [tag for tag in shown(made_with.get("language") or "").split(", ") if tag]
 
 
@@ -131,12 +149,12 @@ def percent(share: str | float) -> str:
 # A pretrained model
 
 
-def origin(facts: Facts) -> str:
+def origin(records: Records) -> str:
     """How a model was made, after "A BERT of ... parameters,"."""
-    if not facts.data:
+    if not records.data:
         return "saved"
-    made = f"pretrained further from {facts.start_in_markdown}" if facts.start else "pretrained from scratch"
-    return made if facts.recipe.get("about") else f"{made} on {in_cell(facts.data, 'corpus_name')}"
+    made = f"pretrained further from {records.start_in_markdown}" if records.start else "pretrained from scratch"
+    return made if records.recipe.get("about") else f"{made} on {in_cell(records.data, 'corpus_name')}"
 
 
 def departures(config: dict) -> str:
@@ -151,13 +169,13 @@ def departures(config: dict) -> str:
     return f", with {' and '.join(found)}, as in BERT" if found else ""
 
 
-def summary_rows(facts: Facts) -> dict[str, str]:
+def summary_rows(records: Records) -> dict[str, str]:
     """The rows of the table at the top: what the model has read, and what it has learnt of it."""
-    metrics = facts.metrics
-    task = facts.task
-    rows = {"text": _text_read(facts)}
+    metrics = records.metrics
+    task = records.pair_task
+    rows = {"text": _text_read(records)}
     if seen := metrics.get("train_words_seen"):
-        passes = seen / facts.data["train_words"]
+        passes = seen / records.data["train_words"]
         rows["words seen in training"] = f"{seen:,.0f}: {passes:.1f} passes over the text"
     if "eval_mlm_accuracy" in metrics:
         rows["masked tokens predicted, on held-out text"] = figures.formatted(metrics["eval_mlm_accuracy"], "%")
@@ -166,40 +184,40 @@ def summary_rows(facts: Facts) -> dict[str, str]:
         if one_segment := metrics.get(f"eval_{task.key}_one_segment_accuracy"):
             answers += f"; {figures.formatted(one_segment, '%')} by one segment alone"
         rows[f"{task.question} (chance: 50 %)"] = answers
-    if facts.release and figures.has_blimp(metrics):
+    if records.release and figures.has_blimp(metrics):
         preferred = figures.formatted(metrics[figures.BLIMP], "%")
         rows["grammatical sentences preferred, BLiMP (chance: 50 %)"] = preferred
     return rows
 
 
-def _text_read(facts):
+def _text_read(records):
     """The training text: its name, unless the maker of a release has told it, and its size."""
-    data = facts.data
+    data = records.data
     is_split = (data.get("tokenizer") or {}).get("word_unit") == "tokenizer"
     words = "as the tokenizer splits them" if is_split else "between white space"
     size = f"{data['train_words']:,} words ({words}), {data['train_tokens']:,} tokens"
-    name = "" if facts.recipe.get("about") else f"{in_cell(data, 'corpus_name')}: "
+    name = "" if records.recipe.get("about") else f"{in_cell(data, 'corpus_name')}: "
     return f"{name}{size}, {counted(data['train_documents'], 'document')}"
 
 
-def training_rows(facts: Facts) -> dict[str, str]:
-    """The rows of the table of the model and its training; only the model's without a run."""
-    rows = {"model": _size(facts.config), "tokenizer": _tokenizer(facts)}
-    run = facts.run
+def pretraining_rows(records: Records) -> dict[str, str]:
+    """The rows of the table of a pretrained model and its training; only the model's without a run."""
+    rows = {"model": _size(records.config), "tokenizer": _tokenizer(records)}
+    run = records.run
     if run:
-        rows |= _source_rows(facts)
-    if facts.data:
-        rows |= _held_out_rows(facts)
+        rows |= _source_rows(records)
+    if records.data:
+        rows |= _held_out_rows(records)
     if run:
-        rows[facts.unit] = _examples(facts)
+        rows[records.unit] = _examples(records)
         rows["masks"] = _masks(run)
-        if facts.start:
-            rows["start"] = f"the weights, architecture and vocabulary of {facts.start_in_markdown}"
-        rows["steps"] = _steps(facts)
+        if records.start:
+            rows["start"] = f"the weights, architecture and vocabulary of {records.start_in_markdown}"
+        rows["steps"] = _steps(records)
         rows["optimizer"] = _optimizer(run)
-        rows["dropout, precision, seed"] = _dropout(facts)
-    if "train_seconds" in facts.metrics:
-        rows["time"] = _time(facts.metrics["train_seconds"], facts.record.get("machine") or {})
+        rows["dropout, precision, seed"] = _dropout(records)
+    if "train_seconds" in records.metrics:
+        rows["time"] = _time(records.metrics["train_seconds"], records.run_record.get("machine") or {})
     return rows
 
 
@@ -210,11 +228,11 @@ def _size(config):
     return f"{layers} of {width}, feed-forward {config['intermediate_size']:,}, {positions}"
 
 
-def _tokenizer(facts):
-    entries = f"WordPiece, {facts.config['vocab_size']:,} entries"
-    if added := facts.run.get("extend_vocab"):
+def _tokenizer(records):
+    entries = f"WordPiece, {records.config['vocab_size']:,} entries"
+    if added := records.run.get("extend_vocab"):
         entries += f", up to {added:,} of them added words of the text"
-    report = facts.data.get("tokenizer")
+    report = records.data.get("tokenizer")
     if not report:
         return entries
     return f"{entries}; {report['pieces_per_word']:.2f} a word, {_unknown(report)}"
@@ -224,11 +242,11 @@ def _unknown(report):
     return f"{100 * report['unknown_share']:.2f} % of the characters in `[UNK]`"
 
 
-def _source_rows(facts):
-    run = facts.run
+def _source_rows(records):
+    run = records.run
     rows = {}
     datasets = run.get("dataset")
-    if datasets and len(datasets) == len(facts.data.get("hub_datasets", [])):
+    if datasets and len(datasets) == len(records.data.get("hub_datasets", [])):
         rows["data sets"] = f"{cell(', '.join(datasets))}; split {in_cell(run, 'dataset_split')}"
     if weights := run.get("source_weights"):
         rows["shares of the sources"] = cell(" : ".join(weights))
@@ -237,8 +255,8 @@ def _source_rows(facts):
     return rows
 
 
-def _held_out_rows(facts):
-    data = facts.data
+def _held_out_rows(records):
+    data = records.data
     validation = data.get("validation")
     blocks = data["held_out_documents"]
     documents = validation["texts"] if validation else blocks
@@ -248,34 +266,35 @@ def _held_out_rows(facts):
     held_out += f", {data['held_out_tokens']:,} tokens"
     if not validation:
         return {"held out": held_out}
-    name = "" if facts.recipe.get("about") else f"{in_cell(validation, 'corpus_name')}, "
+    name = "" if records.recipe.get("about") else f"{in_cell(validation, 'corpus_name')}, "
     rows = {"held out": f"{name}a text of its own: {held_out}"}
     if shared := validation.get("texts_in_training"):
         rows["held out, but in the text, too"] = f"{shared:,} of {counted(documents, 'document')}"
     return rows
 
 
-def _examples(facts):
+def _examples(records):
     """Training examples: how they are made, and how long they are."""
-    run = facts.run
-    kind = as_code(run, "pairing") if facts.task else f"one {cell(run['pairing'].removesuffix('s'))} each"
+    run = records.run
+    kind = as_code(run, "pairing") if records.pair_task else f"one {cell(run['pairing'].removesuffix('s'))} each"
     packed = "; several in a row, without attention between them" if run.get("packing") else ""
-    return f"{kind}, at most {in_cell(run, 'max_seq_length')} tokens{_lengths(facts)}{packed}"
+    return f"{kind}, at most {in_cell(run, 'max_seq_length')} tokens{_lengths(records)}{packed}"
 
 
-def _lengths(facts):
+def _lengths(records):
     """The shorter sequences of the first steps; entries of `length_schedule` are such as 128:0.9."""
     words = ""
-    for entry in facts.run.get("length_schedule") or []:
+    for entry in records.run.get("length_schedule") or []:
         length, share = entry.split(":")
-        factor = facts.run["max_seq_length"] // int(length)
+        factor = records.run["max_seq_length"] // int(length)
         more = f"{factor} times as many" if factor > 1 else "as many"
         stage = "next" if words else "first"
-        words += f"; {length}, and {more} {facts.unit} a step, in the {stage} {percent(share)} of the steps"
+        words += f"; {length}, and {more} {records.unit} a step, in the {stage} {percent(share)} of the steps"
     return words
 
 
 def _masks(run):
+    """How tokens are masked; `mlm_probability` is such as 0.15, or 0.3->0.15 where it falls over the run."""
     shares = str(run["mlm_probability"]).split("->")
     chosen = " falling to ".join(percent(share) for share in shares)
     masked = run.get("mask_replace_prob", 0.8)
@@ -285,12 +304,12 @@ def _masks(run):
     return f"{as_code(run, 'masking')}, {chosen} of the tokens: {replaced}"
 
 
-def _steps(facts):
-    run = facts.run
-    step = facts.record.get("checkpoint_step")
+def _steps(records):
+    run = records.run
+    step = records.run_record.get("checkpoint_step")
     taken = f"{step:,} of {run['max_steps']:,}" if step else f"{run['max_steps']:,}"
-    words = f"{taken} of {run['global_batch_size']:,} {facts.unit}{_batches(run)}"
-    if skipped := facts.metrics.get("train_skipped_steps"):
+    words = f"{taken} of {run['global_batch_size']:,} {records.unit}{_batches(run)}"
+    if skipped := records.metrics.get("train_skipped_steps"):
         words += f"; {skipped:,} skipped, as their loss or gradient was not finite"
     return words
 
@@ -314,9 +333,9 @@ def _optimizer(run):
     return words
 
 
-def _dropout(facts):
-    config = facts.config
-    run = facts.run
+def _dropout(records):
+    config = records.config
+    run = records.run
     rates = f"{config['hidden_dropout_prob']:g}, in attention {config['attention_probs_dropout_prob']:g}"
     precision = "float32" if run.get("mixed_precision") == "no" else in_cell(run, "mixed_precision")
     return f"{rates}; {precision}; {in_cell(run, 'seed')}"
@@ -340,12 +359,12 @@ def example_rows(examples: list[dict]) -> list[list[str]]:
     return rows
 
 
-def comparison_rows(facts: Facts) -> list[list[str]]:
+def comparison_rows(records: Records) -> list[list[str]]:
     """The cells of a release's table of other models, this one first."""
-    comparison = facts.recipe["comparison"]
-    row = ["**this model**", _millions(facts.parameters), _millions(facts.data["train_words"])]
+    comparison = records.recipe["comparison"]
+    row = ["**this model**", _millions(records.parameters), _millions(records.data["train_words"])]
     for key, unit_of_figure in comparison["figures"]:
-        row.append(figures.formatted(facts.metrics[key], unit_of_figure) if key in facts.metrics else "")
+        row.append(figures.formatted(records.metrics[key], unit_of_figure) if key in records.metrics else "")
     rows = [row]
     for other in comparison["models"]:
         rows.append([authored(" | ".join(map(str, other)))])
@@ -360,30 +379,30 @@ def _millions(count):
 # A fine-tuned model
 
 
-def finetuning_rows(facts: Facts) -> dict[str, str]:
+def finetuning_rows(records: Records) -> dict[str, str]:
     """The rows of the table of the data and the training of a fine-tuned model."""
-    run = facts.run
-    record = facts.record
-    metrics = facts.metrics
-    rows = {cell(split): _rows_of(split, facts) for split in facts.data["splits"]}
-    if classes := record["learnt"].get("classes"):
+    run = records.run
+    run_record = records.run_record
+    metrics = records.metrics
+    rows = {cell(split): _rows_of(split, records) for split in records.data["splits"]}
+    if classes := run_record["learnt"].get("classes"):
         rows["labels"] = _classes(classes)
-    if held_out := facts.data.get("held_out"):
+    if held_out := records.data.get("held_out"):
         rows["held out"] = f"{held_out:.3g} of the training rows, as validation rows"
-    rows["base model"] = _base_model(facts)
+    rows["base model"] = _base_model(records)
     kept = _kept_seed(metrics)
     if kept:
-        rows["peak rate"] = _peak_rate(metrics["learning_rate"], record["learning_rates"])
-    if count := record.get("rows_per_step"):
+        rows["peak rate"] = _peak_rate(metrics["learning_rate"], run_record["learning_rates"])
+    if count := run_record.get("rows_per_step"):
         rows["rows in a step"] = f"{count:,}"
     if kept:
         rows["steps"] = f"{kept['steps']:,}; the checkpoint of step {kept['best_step']:,} was kept"
     rows["schedule"] = as_code(run, "lr_scheduler_type")
     if run.get("lr_scheduler_type") != "constant":
-        rows["schedule"] += f", with {in_cell(record, 'warmup')} warm-up"
+        rows["schedule"] += f", with {in_cell(run_record, 'warmup')} warm-up"
     betas = f"betas {in_cell(run, 'adam_beta1')} and {in_cell(run, 'adam_beta2')}"
     rows["optimizer"] = f"AdamW, {betas}, weight decay {run['weight_decay']:g}"
-    if dropout := _rates_of_dropout(record.get("dropout") or {}):
+    if dropout := _rates_of_dropout(run_record.get("dropout") or {}):
         rows["dropout"] = dropout
     rows["precision"] = "bf16" if run.get("bf16") else "fp16" if run.get("fp16") else "float32"
     seeds = ", ".join(str(result.get("seed", "")) for result in metrics.get("seeds") or [])
@@ -406,25 +425,25 @@ def _rates_of_dropout(settings):
     return ", ".join(code(f"{name}={rate}") for name, rate in settings.items() if rate is not None)
 
 
-def _rows_of(split, facts):
-    table = facts.data["splits"][split]
+def _rows_of(split, records):
+    table = records.data["splits"][split]
     words = f"{counted(table['rows'], 'row')} of {in_cell(table, 'name')}, fingerprint {as_code(table, 'fingerprint')}"
-    lost = (facts.metrics.get("lost_to_length") or {}).get(split)
+    lost = (records.metrics.get("lost_to_length") or {}).get(split)
     return f"{words}; {cell(lost)}" if lost else words
 
 
 def _classes(classes):
-    words = ", ".join(code(name) for name in classes[:MOST_CLASSES])
-    more = len(classes) - MOST_CLASSES
+    words = ", ".join(code(name) for name in classes[:MOST_CLASSES_SHOWN])
+    more = len(classes) - MOST_CLASSES_SHOWN
     return f"{words} and {more:,} more" if more > 0 else words
 
 
-def _base_model(facts):
-    base = facts.record["base_model"]
+def _base_model(records):
+    base = records.run_record["base_model"]
     revision = base.get("revision")
     version = f"revision {code(revision)}" if revision else f"fingerprint {as_code(base, 'fingerprint')}"
-    unused = "; its weights were not used" if facts.run.get("from_scratch") else ""
-    return f"{facts.start_in_markdown}, {version}{unused}"
+    unused = "; its weights were not used" if records.run.get("from_scratch") else ""
+    return f"{records.start_in_markdown}, {version}{unused}"
 
 
 def _peak_rate(rate, tried):
@@ -495,21 +514,21 @@ class Measured:
 
 
 def own_rows(metrics: dict) -> list[list[str]]:
-    """The cells of a run's own figures: name, value, and that of a model that knows frequencies and no more."""
-    guessed = figures.of_knowing_nothing(metrics)
+    """The cells of a run's own figures: name, value, and the baseline's value."""
+    baseline = figures.baseline_figures(metrics)
     rows = []
-    for figure in figures.own_metrics(metrics):
+    for figure in figures.own_figures(metrics):
         value = figures.formatted(metrics[figure.key], figure.unit)
-        by_frequency = figures.formatted(guessed[figure.key], figure.unit) if figure.key in guessed else ""
-        rows.append([cell(figure.name), value, by_frequency])
+        of_baseline = figures.formatted(baseline[figure.key], figure.unit) if figure.key in baseline else ""
+        rows.append([cell(figure.name), value, of_baseline])
     return rows
 
 
 def measured_on_texts(metrics: dict) -> list[Measured]:
     """The figures of `d2l-bert evaluate`, by the text or the data set, in the order of their names."""
-    by_text: dict[str, list[figures.Figure]] = {}
-    for figure in figures.evaluated_metrics(metrics):
-        if figure.text:
+    by_text: dict[str, list[figures.CardFigure]] = {}
+    for figure in figures.evaluated_figures(metrics):
+        if figure.origin == figures.Origin.EVALUATION:
             by_text.setdefault(figure.text.lower(), []).append(figure)
     return [_measured(of_text, metrics) for _, of_text in sorted(by_text.items())]
 
@@ -576,14 +595,14 @@ def _text_measured_on(text, metrics):
     return f"{words}:"
 
 
-def finetuned_rows(metrics: dict) -> list[list[str]]:
+def rows_of_models_tuned_from_it(metrics: dict) -> list[list[str]]:
     """
-    The cells of figures of models that were fine-tuned from this one: the task; the figure from this model, and from
-    scratch, each with its standard deviation; and the number of seeds.
+    The cells of figures of models that were fine-tuned from this one, whose card it is: the task; the figure from this
+    model, and from scratch, each with its standard deviation; and the number of seeds.
     """
     rows = []
-    for figure in figures.evaluated_metrics(metrics):
-        if figure.text == "":
+    for figure in figures.evaluated_figures(metrics):
+        if figure.origin == figures.Origin.FINETUNING:
             task = figure.key.split("/")[1]
             tuned = _with_deviation(figure.key, figure.unit, metrics)
             from_scratch = _with_deviation(f"{figure.key}{figures.FROM_SCRATCH}", figure.unit, metrics)
@@ -595,6 +614,6 @@ def finetuned_rows(metrics: dict) -> list[list[str]]:
 def _with_deviation(key, unit_of_figure, metrics):
     value = figures.formatted(metrics[key], unit_of_figure)
     deviation = metrics.get(f"{key}{figures.FINETUNED_SD}")
-    return (
-        f"{value} ({figures.formatted(deviation, unit_of_figure)})" if isinstance(deviation, (int, float)) else value
-    )
+    if not isinstance(deviation, (int, float)):  # of one seed alone there is none
+        return value
+    return f"{value} ({figures.formatted(deviation, unit_of_figure)})"

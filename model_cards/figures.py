@@ -2,6 +2,7 @@
 
 import math
 import re
+from enum import Enum
 from typing import NamedTuple
 
 from d2l_bert.messages import counted
@@ -11,7 +12,7 @@ from d2l_bert.pair_tasks import PAIR_TASKS
 
 
 # Figures of `d2l-bert evaluate` in metrics.json: those on a text have keys such as "eval/wikitext-2/mlm_loss".
-OF_A_TEXT = re.compile(r"eval/(?P<text>.+)/(?P<figure>\w+)", re.DOTALL)
+KEY_ON_TEXT = re.compile(r"eval/(?P<text>.+)/(?P<figure>\w+)", re.DOTALL)
 
 # BLiMP's accuracy in metrics.json and on a card.
 BLIMP = "eval_blimp_accuracy"
@@ -25,7 +26,7 @@ BLIMP_PHENOMENON = f"{BLIMP}/"
 
 # Figures of models that were fine-tuned from a released one, such as "finetune/sst2/test_accuracy": means over seeds.
 # Their standard deviations have an ending, and so have the same figures of models that were trained from scratch.
-FINETUNED = re.compile(r"finetune/(?P<task>[^/]+)/(?P<split>validation|test)_(?P<figure>\w+)")
+KEY_OF_FINETUNING = re.compile(r"finetune/(?P<task>[^/]+)/(?P<split>validation|test)_(?P<figure>\w+)")
 FINETUNED_SD = ":sd"
 FROM_SCRATCH = ":from_scratch"
 
@@ -36,7 +37,28 @@ SCORES = {
 }
 
 
-class Figure(NamedTuple):
+class HubTask(NamedTuple):
+    """A task in the card's metadata: the Hub's `type`, and a `name` for people."""
+
+    type: str | None
+    name: str | None
+
+
+# The task that a model was fine-tuned for: the metadata have the model's own `pipeline_tag`, and no name.
+OWN_TASK = HubTask(None, None)
+MLM_TASK = HubTask("fill-mask", "Masked language modeling")
+MINIMAL_PAIRS_TASK = HubTask("text-classification", "Minimal pairs")
+
+
+class Origin(Enum):
+    """Where a figure comes from."""
+
+    RUN = "the run itself: held-out text, or the rows of a table"
+    EVALUATION = "`d2l-bert evaluate`: a text, or minimal pairs"
+    FINETUNING = "models that were fine-tuned from this one"
+
+
+class CardFigure(NamedTuple):
     """
     A figure that a card may show.
 
@@ -44,45 +66,45 @@ class Figure(NamedTuple):
         name: in the card.
         unit: `nats`, `%`, `1` (a number with four decimals) or "" (with one decimal).
         metric_type: the kind of the metric in the card's metadata, by the Hub's name where it has one.
-        task: the Hub's task and its name in the card's metadata; None for a figure that the metadata leaves out, and
-            `OWN_TASK` for the task that a model was fine-tuned for.
-        key: in metrics.json; "" in the tables below, whose figures have several.
-        text: for a figure of `d2l-bert evaluate`, the text or the data set that it was measured on; "" for a figure of
-            models that were fine-tuned from this one; else None.
+        task: in the card's metadata; None for a figure that the metadata leave out.
+        key: in metrics.json. `ON_ROWS` and `ON_A_TEXT` leave it out, with what follows: a figure of theirs stands
+            under several keys, such as the MLM loss under "eval_mlm_loss" and "eval/wikitext-2/mlm_loss".
+        origin: see `Origin`.
+        split: of the run's own figures, what they were measured on: `eval` for held-out text, else `validation` or
+            `test` for the rows of a table.
+        text: of the figures of `d2l-bert evaluate`, the name of the text or of the minimal pairs.
     """
 
     name: str
     unit: str
     metric_type: str
-    task: tuple[str, str | None] | None = None
+    task: HubTask | None = None
     key: str = ""
-    text: str | None = None
+    origin: Origin = Origin.RUN
+    split: str = ""
+    text: str = ""
 
 
-OWN_TASK = ("", None)
-MLM = ("fill-mask", "Masked language modeling")
-OF_MINIMAL_PAIRS = ("text-classification", "Minimal pairs")
-
-# The figures of a fine-tuning, by their keys in metrics.json without `validation_` or `test_`. A number of the unit
-# `1` is from -1 to 1, or from 0 on.
-METRICS = {
-    "accuracy": Figure("accuracy", "%", "accuracy", OWN_TASK),
-    "f1": Figure("f1", "%", "f1", OWN_TASK),
-    "accuracy_f1_mean": Figure("accuracy f1 mean", "%", "mean of accuracy and F1", OWN_TASK),
-    "macro_f1": Figure("macro f1", "%", "f1", OWN_TASK),
-    "exact_match": Figure("exact match", "%", "exact_match", OWN_TASK),
-    "precision": Figure("precision", "%", "precision", OWN_TASK),
-    "recall": Figure("recall", "%", "recall", OWN_TASK),
-    "strict_f1": Figure("strict f1", "%", "f1", OWN_TASK),
-    "matthews_correlation": Figure("matthews correlation", "1", "matthews_correlation", OWN_TASK),
-    "pearson": Figure("pearson", "1", "pearsonr", OWN_TASK),
-    "spearman": Figure("spearman", "1", "spearmanr", OWN_TASK),
-    "pearson_spearman_mean": Figure(
+# The figures of a fine-tuning, on the rows of a table, by their keys in metrics.json without `validation_` or `test_`.
+# A number of the unit `1` is from -1 to 1, or from 0 on.
+ON_ROWS = {
+    "accuracy": CardFigure("accuracy", "%", "accuracy", OWN_TASK),
+    "f1": CardFigure("f1", "%", "f1", OWN_TASK),
+    "accuracy_f1_mean": CardFigure("accuracy f1 mean", "%", "mean of accuracy and F1", OWN_TASK),
+    "macro_f1": CardFigure("macro f1", "%", "f1", OWN_TASK),
+    "exact_match": CardFigure("exact match", "%", "exact_match", OWN_TASK),
+    "precision": CardFigure("precision", "%", "precision", OWN_TASK),
+    "recall": CardFigure("recall", "%", "recall", OWN_TASK),
+    "strict_f1": CardFigure("strict f1", "%", "f1", OWN_TASK),
+    "matthews_correlation": CardFigure("matthews correlation", "1", "matthews_correlation", OWN_TASK),
+    "pearson": CardFigure("pearson", "1", "pearsonr", OWN_TASK),
+    "spearman": CardFigure("spearman", "1", "spearmanr", OWN_TASK),
+    "pearson_spearman_mean": CardFigure(
         "pearson spearman mean", "1", "mean of Pearson's and Spearman's correlation", OWN_TASK
     ),
-    "mse": Figure("mse", "1", "mse", OWN_TASK),
-    "mae": Figure("mae", "1", "mae", OWN_TASK),
-    "loss": Figure("loss", "1", "loss", OWN_TASK),
+    "mse": CardFigure("mse", "1", "mse", OWN_TASK),
+    "mae": CardFigure("mae", "1", "mae", OWN_TASK),
+    "loss": CardFigure("loss", "1", "loss", OWN_TASK),
 }
 
 # The MLM loss on held-out text before the first step, of a run that did not begin with random weights.
@@ -90,47 +112,47 @@ INITIAL_LOSS = "eval_initial_mlm_loss"
 
 # The figures on a text, by their keys in metrics.json without `eval_`.
 ON_A_TEXT = {
-    "mlm_loss": Figure("MLM loss", "nats", "loss", MLM),
-    INITIAL_LOSS.removeprefix("eval_"): Figure("MLM loss before the first step", "nats", "loss"),
-    "perplexity": Figure("MLM perplexity", "", "perplexity", MLM),
-    "mlm_accuracy": Figure("MLM accuracy", "%", "accuracy", MLM),
-    "mlm_top_5_accuracy": Figure("MLM top-5 accuracy", "%", "accuracy", MLM),
+    "mlm_loss": CardFigure("MLM loss", "nats", "loss", MLM_TASK),
+    INITIAL_LOSS.removeprefix("eval_"): CardFigure("MLM loss before the first step", "nats", "loss"),
+    "perplexity": CardFigure("MLM perplexity", "", "perplexity", MLM_TASK),
+    "mlm_accuracy": CardFigure("MLM accuracy", "%", "accuracy", MLM_TASK),
+    "mlm_top_5_accuracy": CardFigure("MLM top-5 accuracy", "%", "accuracy", MLM_TASK),
 }
 for _task in PAIR_TASKS.values():
-    _of_pairs = ("text-classification", _task.name.capitalize())
-    ON_A_TEXT[f"{_task.key}_loss"] = Figure(f"{_task.short} loss", "nats", "loss", _of_pairs)
-    ON_A_TEXT[f"{_task.key}_accuracy"] = Figure(f"{_task.short} accuracy", "%", "accuracy", _of_pairs)
-    ON_A_TEXT[f"{_task.key}_one_segment_accuracy"] = Figure(
+    _of_pairs = HubTask("text-classification", _task.name.capitalize())
+    ON_A_TEXT[f"{_task.key}_loss"] = CardFigure(f"{_task.short} loss", "nats", "loss", _of_pairs)
+    ON_A_TEXT[f"{_task.key}_accuracy"] = CardFigure(f"{_task.short} accuracy", "%", "accuracy", _of_pairs)
+    ON_A_TEXT[f"{_task.key}_one_segment_accuracy"] = CardFigure(
         f"{_task.short} accuracy of one segment alone", "%", "accuracy"
     )
-ON_A_TEXT["pseudo_perplexity"] = Figure("pseudo-perplexity of a word", "", "perplexity", MLM)
+ON_A_TEXT["pseudo_perplexity"] = CardFigure("pseudo-perplexity of a word", "", "perplexity", MLM_TASK)
 
 # The accuracy on other minimal pairs than BLiMP's, as a figure of `d2l-bert evaluate`: of the pairs of a name.
-MINIMAL_PAIRS = "minimal_pairs_accuracy"
-OF_PAIRS = Figure("accuracy on minimal pairs", "%", "accuracy", OF_MINIMAL_PAIRS)
+MINIMAL_PAIRS_KEY = "minimal_pairs_accuracy"
+ACCURACY_ON_PAIRS = CardFigure("accuracy on minimal pairs", "%", "accuracy", MINIMAL_PAIRS_TASK)
 
 # An encoder whose vectors of different tokens have a mean cosine above this has collapsed. Trained models had 0.27 to
 # 0.73, and those that a high rate had made constant 0.9996 to 1 (benchmarks/LOG.md).
 COLLAPSED = 0.95
 
 
-def reported_metrics(metrics: dict) -> list[Figure]:
+def reported_figures(metrics: dict) -> list[CardFigure]:
     """The figures that the card shows, as far as `metrics` (the content of metrics.json) has them."""
-    return [*own_metrics(metrics), *evaluated_metrics(metrics)]
+    return [*own_figures(metrics), *evaluated_figures(metrics)]
 
 
-def own_metrics(metrics: dict) -> list[Figure]:
-    """As `reported_metrics`, but only the figures of the run itself: on held-out text, or on rows of a table."""
-    known = [figure._replace(key=f"eval_{name}") for name, figure in ON_A_TEXT.items()]
+def own_figures(metrics: dict) -> list[CardFigure]:
+    """As `reported_figures`, but only the figures of the run itself: on held-out text, or on rows of a table."""
+    known = [figure._replace(key=f"eval_{name}", split="eval") for name, figure in ON_A_TEXT.items()]
     for split in ("validation", "test"):
         for name in metrics.get("metrics_shown", []):
-            figure = METRICS.get(name) or Figure(name.replace("_", " "), "1", name, OWN_TASK)
-            known.append(figure._replace(name=f"{split} {figure.name}", key=f"{split}_{name}"))
+            figure = ON_ROWS.get(name) or CardFigure(name.replace("_", " "), "1", name, OWN_TASK)
+            known.append(figure._replace(name=f"{split} {figure.name}", key=f"{split}_{name}", split=split))
     return [figure for figure in known if figure.key in metrics]
 
 
-def evaluated_metrics(metrics: dict) -> list[Figure]:
-    """As `reported_metrics`, but only the figures that were measured after the run."""
+def evaluated_figures(metrics: dict) -> list[CardFigure]:
+    """As `reported_figures`, but only the figures that were measured after the run."""
     found = (_evaluated_figure(key, metrics) for key in metrics)
     return [figure for figure in found if figure is not None]
 
@@ -138,20 +160,38 @@ def evaluated_metrics(metrics: dict) -> list[Figure]:
 def _evaluated_figure(key, metrics):
     """The figure that a key of metrics.json stands for; None if it is none that was measured after the run."""
     if key == BLIMP and has_blimp(metrics):
-        paradigms = metrics.get("eval_blimp_paradigms")
-        text = "BLiMP" if paradigms in (None, 67) else f"BLiMP, {paradigms} of 67 paradigms"
-        return Figure(BLIMP_NAME, "%", "accuracy", OF_MINIMAL_PAIRS, key, text)
-    if on_text := OF_A_TEXT.fullmatch(key):
-        text = on_text["text"]
-        if figure := ON_A_TEXT.get(on_text["figure"]):
-            return figure._replace(name=f"{figure.name} on {shown(text)}", key=key, text=text)
-        if on_text["figure"] == MINIMAL_PAIRS:
-            return OF_PAIRS._replace(name=f"{OF_PAIRS.name} of {shown(text)}", key=key, text=text)
-    if tuned := FINETUNED.fullmatch(key):
-        if figure := METRICS.get(tuned["figure"]):
-            name = f"{tuned['task']}: {tuned['split']} {figure.name}"
-            return figure._replace(name=name, key=key, task=None, text="")
+        return _blimp_figure(metrics)
+    if on_text := KEY_ON_TEXT.fullmatch(key):
+        return _figure_on_text(key, on_text["text"], on_text["figure"])
+    if tuned := KEY_OF_FINETUNING.fullmatch(key):
+        return _figure_of_finetuning(key, tuned["task"], tuned["split"], tuned["figure"])
     return None
+
+
+def _blimp_figure(metrics):
+    paradigms = metrics.get("eval_blimp_paradigms")
+    text = "BLiMP" if paradigms in (None, 67) else f"BLiMP, {paradigms} of 67 paradigms"
+    return CardFigure(BLIMP_NAME, "%", "accuracy", MINIMAL_PAIRS_TASK, BLIMP, Origin.EVALUATION, text=text)
+
+
+def _figure_on_text(key, text, name):
+    """The figure of this name on a text or on minimal pairs; None if a card shows no such figure."""
+    if figure := ON_A_TEXT.get(name):
+        name_on_card = f"{figure.name} on {shown(text)}"
+    elif name == MINIMAL_PAIRS_KEY:
+        figure = ACCURACY_ON_PAIRS
+        name_on_card = f"{figure.name} of {shown(text)}"
+    else:
+        return None
+    return figure._replace(name=name_on_card, key=key, origin=Origin.EVALUATION, text=text)
+
+
+def _figure_of_finetuning(key, task, split, name):
+    """The figure of this name on a task; None if it is unknown."""
+    figure = ON_ROWS.get(name)
+    if figure is None:
+        return None
+    return figure._replace(name=f"{task}: {split} {figure.name}", key=key, task=None, origin=Origin.FINETUNING)
 
 
 def has_blimp(metrics: dict) -> bool:
@@ -165,16 +205,27 @@ def has_collapsed(metrics: dict) -> bool:
     return metrics.get("token_cosine", 0) > COLLAPSED
 
 
-def of_knowing_nothing(metrics: dict) -> dict[str, float]:
+# ---------------------------------------------------------------------------------------------------------------------
+# The baseline: what a model scores that reads no text, and only knows how frequent tokens or labels are
+
+
+# The entry of metrics.json with the baseline of each split of a fine-tuning, None for a task without one. A baseline
+# knows nothing of the text.
+BASELINES = "know_nothing"
+
+
+def baseline_figures(metrics: dict) -> dict[str, float]:
     """
-    What a model scores that reads no text and knows how frequent tokens or labels are: by the keys of own figures.
+    The baseline's figures, by the keys that the run's own figures have in metrics.json.
 
     Args:
-        metrics: the content of metrics.json; its `eval_token_entropy` is the MLM loss of such a model.
+        metrics: the content of metrics.json; its `eval_token_entropy` is the baseline's MLM loss.
     """
     found = {}
-    for split, known in metrics.get("know_nothing", {}).items():
-        for name, value in known["figures"].items() if known else ():
+    for split, baseline in metrics.get(BASELINES, {}).items():
+        if not baseline:
+            continue
+        for name, value in baseline["figures"].items():
             found[f"{split}_{name}"] = value
     for task in PAIR_TASKS:
         found[f"eval_{task}_loss"] = math.log(2)
@@ -196,31 +247,44 @@ def formatted(value: float, unit: str) -> str:
 
 def shown_metric(name: str, value: float) -> str:
     """The value of a metric for a table: in percent, or with four decimals."""
-    return formatted(value, METRICS[name].unit if name in METRICS else "1")
+    return formatted(value, ON_ROWS[name].unit if name in ON_ROWS else "1")
 
 
-def no_better(metrics: dict, split: str) -> str:
+def any_baseline(metrics: dict) -> dict | None:
+    """A fine-tuning's baseline on any split, for its `prediction`, which all splits share; None without a baseline."""
+    for baseline in (metrics.get(BASELINES) or {}).values():
+        if baseline:
+            return baseline
+    return None
+
+
+def baseline_sentence(metrics: dict, split: str) -> str:
     """
-    A sentence with the figures of a prediction that needs no model, and whether the model on a split is better.
+    The figures of a fine-tuning's baseline on a split, and whether the model is better.
 
     Args:
         metrics: the content of metrics.json.
 
     Returns:
-        "" for a task without such a prediction.
+        Such as "always the most frequent class of the training rows: accuracy 52.0 %; the model does no better"; ""
+        for a task without a baseline.
     """
-    known = metrics.get("know_nothing", {}).get(split)
-    if not known:
+    baseline = metrics.get(BASELINES, {}).get(split)
+    if not baseline:
         return ""
-    shown = [f"{name.replace('_', ' ')} {shown_metric(name, value)}" for name, value in known["figures"].items()]
-    beaten = "" if known["is_beaten"] else "; the model does no better"
-    return f"{known['prediction']}: {', '.join(shown)}{beaten}"
+    figures = [f"{name.replace('_', ' ')} {shown_metric(name, value)}" for name, value in baseline["figures"].items()]
+    no_better = "" if baseline["is_beaten"] else "; the model does no better"
+    return f"{baseline['prediction']}: {', '.join(figures)}{no_better}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# For the terminal
 
 
 def results_table(metrics: dict, splits: dict[str, dict]) -> str:
     """
     The figures of a fine-tuned model, for the terminal: for each measured split a line for each seed, their mean and
-    standard deviation, and what a prediction reaches that needs no model.
+    standard deviation, and the baseline.
 
     Args:
         metrics: the content of metrics.json.
@@ -235,8 +299,8 @@ def results_table(metrics: dict, splits: dict[str, dict]) -> str:
         lines += aligned(_rows_of_seeds(metrics, split))
         if metrics["f1_of"]:
             lines.append(f"  f1 is that of the class {metrics['f1_of']!r}")
-        if comparison := no_better(metrics, split):
-            lines.append(f"  {comparison}")
+        if baseline := baseline_sentence(metrics, split):
+            lines.append(f"  {baseline}")
     return "\n".join(lines)
 
 

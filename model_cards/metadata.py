@@ -5,8 +5,9 @@ import re
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from d2l_bert.model_cards import facts, figures
-from d2l_bert.model_cards.facts import HUB_ID
+from d2l_bert.model_cards import figures
+from d2l_bert.model_cards.facts import HUB_ID, Records
+from d2l_bert.model_cards.figures import Origin
 from d2l_bert.model_cards.markdown import HIDDEN, shown
 
 
@@ -22,23 +23,23 @@ PIPELINE_TAGS = {
 }
 
 
-def card_data(model: facts.Facts, examples: list[dict]) -> ModelCardData:
+def card_data(records: Records, examples: list[dict]) -> ModelCardData:
     """
     The metadata of a card.
 
     Args:
         examples: the predictions that the card shows.
     """
-    run = model.run
-    languages = model.languages
+    run = records.run
+    languages = records.languages
     codes = [tag.partition("-")[0] for tag in languages]
-    pipeline_tag = PIPELINE_TAGS.get(model.head)
-    base_model = model.start if model.start_is_on_hub and not run.get("from_scratch") else None
-    tags = ["d2l-bert", model.config["model_type"].removeprefix("d2l-"), pipeline_tag]
-    if model.is_tuned:
+    pipeline_tag = PIPELINE_TAGS.get(records.head)
+    base_model = records.start if records.start_is_on_hub and not run.get("from_scratch") else None
+    tags = ["d2l-bert", records.config["model_type"].removeprefix("d2l-"), pipeline_tag]
+    if records.is_tuned:
         tags.append("fine-tuned")
-    if model.task:
-        tags.append(model.task.name.replace(" ", "-"))
+    if records.pair_task:
+        tags.append(records.pair_task.name.replace(" ", "-"))
     return ModelCardData(
         language=codes if len(codes) > 1 else next(iter(codes), None),
         language_bcp47=[tag for tag in languages if "-" in tag] or None,
@@ -46,11 +47,11 @@ def card_data(model: facts.Facts, examples: list[dict]) -> ModelCardData:
         library_name="transformers",
         pipeline_tag=pipeline_tag,
         tags=[shown(tag) for tag in tags if tag],
-        datasets=[each for each in model.data.get("hub_datasets", []) if HUB_ID.fullmatch(each)] or None,
-        model_name=model.name,
+        datasets=[each for each in records.data.get("hub_datasets", []) if HUB_ID.fullmatch(each)] or None,
+        model_name=records.name,
         base_model=base_model,
-        base_model_relation="finetune" if model.is_tuned and base_model else None,
-        eval_results=eval_results(model.metrics, model.record, pipeline_tag) or None,
+        base_model_relation="finetune" if records.is_tuned and base_model else None,
+        eval_results=eval_results(records.metrics, records.run_record, pipeline_tag) or None,
         # Texts stand in the metadata unescaped: those with invisible characters are left out.
         widget=[{"text": each["text"]} for each in examples if not HIDDEN.search(each["text"])] or None,
     )
@@ -68,29 +69,18 @@ def eval_results(metrics: dict, record: dict, pipeline_tag: str | None) -> list[
     data = record.get("data", {})
     measured_on = _measured_on(record)
     results = []
-    for figure in figures.reported_metrics(metrics):
-        split = figure.key.partition("_")[0]
-        name = figure.text or measured_on.get(split)
-        if not figure.task or not name or not math.isfinite(metrics[figure.key]):
+    for figure in figures.reported_figures(metrics):
+        name = figure.text or measured_on.get(figure.split)
+        if figure.task is None or not name or not math.isfinite(metrics[figure.key]):
             continue
         on_hub = _id_on_hub(figure, name, data.get("hub_datasets", []))
-        if figure.text:
-            # Keeps the figures of `d2l-bert evaluate` apart from those of a run on a corpus of the same name.
-            dataset_split = "evaluation"
-        elif "splits" not in data:
-            dataset_split = None
-        elif on_hub:  # the split is called as it is there
-            dataset_split = shown(data["splits"][split]["name"].rpartition(", split ")[2])
-        else:
-            dataset_split = shown(split)
-        task_type, task_name = figure.task
         results.append(
             EvalResult(
-                task_type=task_type or pipeline_tag,
-                task_name=task_name,
+                task_type=figure.task.type or pipeline_tag,
+                task_name=figure.task.name,
                 dataset_type=on_hub or invented_id(name),
                 dataset_name=shown(name),
-                dataset_split=dataset_split,
+                dataset_split=_dataset_split(figure, data, on_hub),
                 metric_type=shown(figure.metric_type),
                 metric_name=shown(figure.name),
                 metric_value=round(metrics[figure.key], 4),
@@ -99,8 +89,22 @@ def eval_results(metrics: dict, record: dict, pipeline_tag: str | None) -> list[
     return results
 
 
+def _dataset_split(figure, data, on_hub):
+    """The split of the data set that a figure is of, for the metadata; None for held-out text."""
+    if figure.origin == Origin.EVALUATION:
+        # Keeps the figures of `d2l-bert evaluate` apart from those of a run on a corpus of the same name.
+        return "evaluation"
+    if "splits" not in data:
+        return None
+    if not on_hub:
+        return shown(figure.split)
+    # As the Hub calls the split: the rows of a data set have a name such as "owner/name, split test".
+    name_of_rows = data["splits"][figure.split]["name"]
+    return shown(name_of_rows.rpartition(", split ")[2])
+
+
 def _measured_on(record):
-    """The names of the text or the rows that a run's own figures are of, by the first word of a figure's key."""
+    """The names of the text or the rows that a run's own figures are of, by a figure's `split`."""
     data = record.get("data", {})
     validation = data.get("validation")
     corpus = (validation or data).get("corpus_name")

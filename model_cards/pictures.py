@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from d2l_bert.messages import shortened
-from d2l_bert.model_cards.figures import METRICS
+from d2l_bert.model_cards.figures import ON_ROWS
 from d2l_bert.pair_tasks import pair_task
 
 
 CONFUSION_FILE = "confusion_matrix.png"
 
 # With more classes than this, there is no confusion matrix: nothing in it could be read.
-MOST_CLASSES = 30
+MOST_CLASSES_DRAWN = 30
 
 # Names may hold two $, which matplotlib would read as mathematics.
 AS_TEXT = {"text.parse_math": False}
@@ -89,7 +89,7 @@ def plot_finetuning(rows: list[dict], metric: str, title: str, path: Path) -> No
 
     panels = {"loss": {"training": "loss", "validation": "eval_loss"}}
     if metric != "loss" and any("eval_loss" in row for row in rows):
-        unit = " (%)" if METRICS[metric].unit == "%" else ""
+        unit = " (%)" if ON_ROWS[metric].unit == "%" else ""
         panels[metric.replace("_", " ") + unit] = {"validation": f"eval_{metric}"}
     with matplotlib.rc_context(AS_TEXT):
         figure = panels_of_curves(rows, panels)
@@ -109,15 +109,15 @@ def plot_confusion(true, predicted, names: list[str], rows_name: str, path: Path
         rows_name: the name of the data, for the title.
 
     Returns:
-        What the picture shows; "" if there is none: for more than `MOST_CLASSES`, for several labels of a row, and for
-        entities, which may have no type on one side.
+        What the picture shows; "" if there is none: for more than `MOST_CLASSES_DRAWN` classes, for several labels of
+        a row, and for entities, which may have no type on one side.
     """
     import matplotlib
     from matplotlib import font_manager
     from matplotlib.figure import Figure
     from sklearn.metrics import ConfusionMatrixDisplay
 
-    if len(names) > MOST_CLASSES or np.ndim(true) == 2 or not set(true) <= set(names):
+    if len(names) > MOST_CLASSES_DRAWN or np.ndim(true) == 2 or not set(true) <= set(names):
         return ""
     shown = [shortened(name, 24) for name in names]
     caption = f"Confusion matrix on {rows_name}"

@@ -24,6 +24,7 @@ from d2l_bert.messages import UserError, explained, report
 from d2l_bert.model_cards import card as cards
 from d2l_bert.model_cards import checks
 from d2l_bert.model_cards.config import PublishConfig
+from d2l_bert.model_cards.markdown import quoted
 
 
 AGAIN = "what has arrived is kept: when that is put right, the same command completes the upload"
@@ -47,12 +48,14 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
     """
     config.check()
     check_repo_id(repo_id)
-    checks.published_files(folder)  # before any is read: they may be links that lead out of the folder, or pipes
+    checks.refuse_links(folder)  # before any file is read
     architecture, model_class = checks.check_code(folder)
     checks.check_tokenizer(folder, architecture)
     checks.check_weights(folder, architecture, model_class)
     files = outgoing(folder, config.license)
-    if config.dry_run:  # before the card is checked: it may lack no more than a licence
+    # A dry run reports the files before the card is checked: the card may lack nothing but a licence, and then the
+    # report is what the user wants to see.
+    if config.dry_run:
         report_files(folder, files)
     checks.check_card(folder, config.license)
     if config.dry_run:
@@ -112,7 +115,7 @@ def send(files: dict[str, Path | bytes], repo_id: str, config: PublishConfig, ta
 
     Args:
         files: from `outgoing`, of a folder that was checked.
-        tag: the tag of the commit; a pull request has none.
+        tag: the tag of the commit; None for none. A pull request gets none.
 
     Returns:
         The page's address and the revision.
@@ -121,7 +124,8 @@ def send(files: dict[str, Path | bytes], repo_id: str, config: PublishConfig, ta
         UserError: the Hub cannot be reached, or refuses a request.
     """
     api = HfApi(library_name="d2l-bert", library_version=version("d2l-bert"))
-    revision = config.revision if config.create_pr else tag or config.revision
+    # What the card's examples and the message name: the tag, if there is one. A pull request has none.
+    revision = config.revision if config.create_pr else (tag or config.revision)
     with hub_errors(repo_id):
         repository = api.model_info(api.create_repo(repo_id, private=True, exist_ok=True).repo_id)
         repo_id = repository.id
@@ -154,8 +158,8 @@ def operations(api: HfApi, repo_id: str, revision: str | None, files: dict[str, 
     found = []
     for name, file in files.items():
         found.append(CommitOperationAdd(name, file if isinstance(file, bytes) else str(file)))
-    there = {file.rfilename for file in api.model_info(repo_id, revision=revision).siblings or []}
-    for name in there - files.keys():
+    on_hub = {file.rfilename for file in api.model_info(repo_id, revision=revision).siblings or []}
+    for name in on_hub - files.keys():
         if any(fnmatchcase(name, pattern) for pattern in checks.WRITTEN):
             found.append(CommitOperationDelete(name))
     return found
@@ -164,6 +168,9 @@ def operations(api: HfApi, repo_id: str, revision: str | None, files: dict[str, 
 def addressed(content: str, repo_id: str, revision: str | None) -> str:
     """
     A card whose examples load the model from a repository; its metadata name the repository.
+
+        before    pipeline("fill-mask", model="my-bert", trust_remote_code=True)
+        after     pipeline("fill-mask", model="me/my-bert", revision="model-0123456789ab", trust_remote_code=True)
 
     The name in the metadata (`model-index`) is that of the examples; a card without one is left as it is. The name is
     replaced after `from_pretrained(`, `model=` and `pipeline("task", `, and nowhere else. Where the code of the
@@ -178,13 +185,15 @@ def addressed(content: str, repo_id: str, revision: str | None) -> str:
 
     pin = f', revision="{revision}"' if revision else ""
 
-    def loading(call):
-        start, trust = call.groups()
+    def with_address(loading):
+        start, trust = loading.groups()
         return f'{start}"{repo_id}"{pin}{trust}' if trust else f'{start}"{repo_id}"'
 
-    starts = r"(from_pretrained\(|model=|pipeline\(\"[\w-]+\", )"
-    name = re.escape(cards.quoted(card.data.model_name))
-    card.text = re.sub(rf'{starts}{name}(?:, revision="[^"]*")?(, trust_remote_code=True)?', loading, card.text)
+    start = r"(from_pretrained\(|model=|pipeline\(\"[\w-]+\", )"
+    name = re.escape(quoted(card.data.model_name))
+    earlier_pin = r'(?:, revision="[^"]*")?'
+    trust = r"(, trust_remote_code=True)?"
+    card.text = re.sub(f"{start}{name}{earlier_pin}{trust}", with_address, card.text)
     card.data.model_name = repo_id
     return card.content
 

@@ -103,7 +103,7 @@ def check_sizes(model_class, name: str, config: PreTrainedConfig, pickles: bool 
     if not stored:
         return  # Transformers says which files it looks for
     way_out = "put back the config.json that was saved with the weights"
-    if place := model_files.check_numbers(config.to_dict(), len(stored)):
+    if place := model_files.place_of_wrong_count(config.to_dict(), len(stored)):
         raise UserError(f"config.json: {place} is more than the {len(stored)} weights of the file; {way_out}")
     make = getattr(model_class, "from_config", None) or model_class._from_config
     try:
@@ -229,7 +229,8 @@ def renamed(state: dict[str, object], table: tuple[tuple[str, str], ...], back: 
 
     Args:
         state: values by the names of weights.
-        table: parts of names, ours and theirs. Each is replaced in all names, in the order of the table.
+        table: parts of names, ours and theirs. Each is replaced in all names, one after the other in the order of the
+            table: what one has replaced, a later one may replace again.
         back: whether theirs become ours.
     """
     for ours, theirs in table:
@@ -291,12 +292,10 @@ BERT_NAMES = (
     ("nsp.output.", "cls.seq_relationship."),
 )
 # Fields of a configuration that both sides have, with the same meaning.
-SHARED_FIELDS = (
-    *(name for name in D2lBertConfig.__annotations__ if name != "embedding_layer_norm"),
-    *("id2label", "label2id", "problem_type"),
-)
-# Classes, with the most heads first, and arguments. A checkpoint whose config.json names one of these classes may have
-# the weights of any other: it is loaded as the first of which it lacks no weight.
+SHARED_FIELDS = [name for name in D2lBertConfig.__annotations__ if name != "embedding_layer_norm"]
+SHARED_FIELDS += ["id2label", "label2id", "problem_type"]
+# Classes, with the most heads first, and arguments of `from_pretrained`. A checkpoint whose config.json names one of
+# these classes may have the weights of any other: it is loaded as the first of which it lacks no weight.
 PRETRAINED = (
     ("BertForPreTraining", {}),
     ("BertForMaskedLM", {}),
@@ -310,13 +309,17 @@ HEAD_WEIGHT = re.compile(r"(mlm|nsp|cls)\.")
 # What turns an encoder into a sentence-transformers model: its modules, the settings of lengths and prompts, and a
 # folder such as 1_Pooling for each module behind the encoder.
 SENTENCE_TRANSFORMER_FILES = [
-    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
-    *("[0-9]_*/config.json", "[0-9]_*/model.safetensors", "[0-9]_*/pytorch_model.bin"),
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "[0-9]_*/config.json",
+    "[0-9]_*/model.safetensors",
+    "[0-9]_*/pytorch_model.bin",
 ]
 
 
 def read_model(
-    name: str, kinds: tuple[type, ...] = (D2lBertConfig, BertConfig)
+    name: str, config_classes: tuple[type, ...] = (D2lBertConfig, BertConfig)
 ) -> tuple[modeling_d2l_bert.D2lBertPreTrainedModel, list[str]]:
     """
     A d2l-bert model, or a stock BERT as one, with all heads that its checkpoint has.
@@ -324,7 +327,7 @@ def read_model(
     Args:
         name: a folder or an id on the Hub, with `model.safetensors` or `pytorch_model.bin`. Only tensors are read from
             `pytorch_model.bin`; no pickled code is run.
-        kinds: the classes of configuration that the model may have.
+        config_classes: those of the configuration that the model may have.
 
     Returns:
         The model, and the names of weights in the checkpoint that it does not use.
@@ -334,22 +337,27 @@ def read_model(
         OSError: there is no such model, or it has no weights in PyTorch's formats.
     """
     config = read_config(name)
-    wanted = " or ".join(kind.model_type for kind in kinds)
-    if not isinstance(config, kinds):
+    wanted = " or ".join(config_class.model_type for config_class in config_classes)
+    if not isinstance(config, config_classes):
         raise UserError(f"it is a {config.model_type} model; give a {wanted} one")
-    library = modeling_d2l_bert
+    module_of_classes = modeling_d2l_bert
     prefix = "D2l"
     if isinstance(config, BertConfig):
         our_config(config)  # refuses an architecture that d2l-bert lacks, before gigabytes of weights are read
-        library = transformers
+        module_of_classes = transformers
         prefix = ""
-    saved = (config.architectures or [""])[0].removeprefix("D2l")
-    is_certain = saved not in dict(PRETRAINED) and hasattr(modeling_d2l_bert, f"D2l{saved}")
-    for kind, options in [(saved, {})] if is_certain else PRETRAINED:
-        model, missing, unused = load_and_compare(getattr(library, prefix + kind), name, config=config, **options)
+    saved_class = (config.architectures or [""])[0].removeprefix("D2l")
+    candidates = PRETRAINED
+    if saved_class not in dict(PRETRAINED) and hasattr(modeling_d2l_bert, f"D2l{saved_class}"):
+        candidates = [(saved_class, {})]  # a fine-tuned head: config.json names the class for certain
+    # Two names of one weight of a stock BERT.
+    names_of_bias = {"cls.predictions.decoder.bias", "cls.predictions.bias"}
+    for class_name, options in candidates:
+        model_class = getattr(module_of_classes, prefix + class_name)
+        model, missing, unused = load_and_compare(model_class, name, config=config, **options)
         if missing == {"cls.predictions.decoder.bias"}:  # as Transformers 4 saves a BERT that is not tied
             model.cls.predictions.decoder.bias = model.cls.predictions.bias
-        if missing < {"cls.predictions.decoder.bias", "cls.predictions.bias"}:  # one of two names of a weight, or none
+        if missing < names_of_bias:  # nothing is missing, or the weight has only one of its names
             break
     else:
         raise UserError(f"the model has no weights for {min(missing)}; save the model again with save_pretrained")
@@ -359,9 +367,10 @@ def read_model(
                 f"the checkpoint has a weight {weight}, which does not exist in the model of config.json; put back "
                 f"the config.json that was saved with the weights"
             )
-    # The weights of a head that lacks others: the classes without this head pass over them in silence.
+    # Weights of a head that is not whole, as of an MLM head without its decoder: the model has no such head, and its
+    # class passes over them in silence.
     unused |= {weight for weight in weight_files.stored_weights(name) if HEAD_WEIGHT.match(weight)} - _names_in(model)
-    return from_bert(model) if library is transformers else model, sorted(unused)
+    return from_bert(model) if module_of_classes is transformers else model, sorted(unused)
 
 
 def _names_in(model):
@@ -428,7 +437,9 @@ def _converted(model, other_class, config, back):
     if "cls.predictions.decoder.bias" in state:
         # A copy: `save_pretrained` leaves out one of two weights that share their memory.
         state["cls.predictions.bias"] = state["cls.predictions.decoder.bias"].clone()
-    options = {"add_pooling_layer": False} if getattr(model, "pooler", ...) is None else {}
+    options = {}
+    if hasattr(model, "pooler") and model.pooler is None:  # an encoder that was saved without the layer for [CLS]
+        options["add_pooling_layer"] = False
     converted, *_ = load_and_compare(other_class, None, config=config, state_dict=state, dtype=model.dtype, **options)
     # In float64, where no difference is one of rounding.
     difference = largest_difference(copy.deepcopy(model).double(), copy.deepcopy(converted).double())

@@ -135,7 +135,8 @@ def from_d2l(
     with explained(
         "its weights are not those of a d2l BERTModel",
         "give the state dict of a net that has seen a batch",
-        *(LookupError, RuntimeError),
+        LookupError,
+        RuntimeError,
     ):
         embedding = state["encoder.token_embedding.weight"]
         if tokens and len(tokens) != embedding.shape[0]:
@@ -240,7 +241,9 @@ def read_vocabulary(path: str | Path) -> list[str]:
     with explained(
         f"{path}: no list of tokens in the order of their ids, as JSON or a line each",
         "save the Vocab's idx_to_token with json.dump",
-        *(*READ_ERRORS, TypeError, AttributeError),
+        *READ_ERRORS,
+        TypeError,
+        AttributeError,
     ):
         text = Path(path).read_text(encoding="utf-8-sig")
         tokens = json.loads(text) if Path(path).suffix == ".json" else text.removesuffix("\n").split("\n")

@@ -89,14 +89,16 @@ def read_for_task(name: str, task: str | None = None) -> tuple[D2lBertPreTrained
     with messages.reading_model(name):
         saved, _ = conversion.read_model(name)
     kind = type(saved).__name__
-    of_classes = {f"D2lBert{head}": of_head for of_head, head in TASKS.items()}
-    of_classes["D2lBertForPreTraining"] = "fill-mask"
-    saved_task = of_classes.get(kind)
+    task_of_class = {f"D2lBert{head}": task_of_head for task_of_head, head in TASKS.items()}
+    task_of_class["D2lBertForPreTraining"] = "fill-mask"
+    saved_task = task_of_class.get(kind)
     if task is None:
         task = saved_task
     if task is None:
         raise messages.UserError(f"{name}: a {kind} has no task in ONNX; give --task feature-extraction")
-    options = {"add_pooling_layer": saved.base_model.pooler is not None} if task == "feature-extraction" else {}
+    options = {}
+    if task == "feature-extraction":  # the encoder alone, with the layer for [CLS] if it was saved
+        options["add_pooling_layer"] = saved.base_model.pooler is not None
     model, missing, _ = conversion.load_and_compare(
         getattr(modeling_d2l_bert, f"D2lBert{TASKS[task]}"),
         None,

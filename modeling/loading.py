@@ -78,10 +78,14 @@ def load_pretrained(
         model, missing, _ = load_and_compare(
             auto_class, name, config=config, dtype=torch.float32, trust_remote_code=False, **options
         )
-        encoder = "" if model.base_model is model else f"{model.base_model_prefix}."
+        # The names of the encoder's weights begin with this: with `bert.`, say, in a model with a head. In an encoder
+        # alone, all names are the encoder's.
+        prefix_of_encoder = "" if model.base_model is model else f"{model.base_model_prefix}."
         lacking = sorted(weight for weight in missing if not may_lack(weight))
         for weight in lacking:
-            if weight.startswith(encoder) and "pooler." not in weight:  # which belongs to the head for pairs
+            # The pooler belongs to the head for pairs, wherever it stands.
+            is_of_head = "pooler." in weight or not weight.startswith(prefix_of_encoder)
+            if not is_of_head:
                 raise UserError(f"it has no {weight}; save it again with save_pretrained")
     if lacking:
         saved = (config.architectures or ["model without a head"])[0]

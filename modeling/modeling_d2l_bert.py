@@ -3,17 +3,19 @@
 Arguments and outputs have Hugging Face's names (`input_ids`, `attention_mask`, `labels`), modules mostly the book's.
 
 Shapes:
-    B rows in the batch   T tokens in a row     P predicted slots in a row     S sequences packed into a row
+    B rows in the batch   T tokens in a row     P positions to predict in a row, unused slots included
     H hidden size         N attention heads     D = H / N, a head's width      V vocabulary size
-    Q queries in a row: T, but in the last block only the positions whose hidden states are wanted
+    S sequences packed into a row
+    Q queries in a row: T, but in the last block only the positions whose hidden states are read afterwards
 
-With x the token ids, s the segment ids and t the positions:
+With x the token ids, s the segment ids and t the positions; q, k and v are W_q h, W_k h and W_v h of one head; linear
+layers have biases, too:
 
     h0  = E_token[x] + E_segment[s] + E_position[t]        then dropout(LayerNorm(h0)) if `embedding_layer_norm`
-    a   = W_o concat_heads(dropout(softmax(Q K^T / sqrt(D) + mask)) V)
+    a   = W_o concat_heads(dropout(softmax(q k^T / sqrt(D) + mask)) v)
     h'  = LayerNorm(h + dropout(a))
-    h'' = LayerNorm(h' + dropout(W_2 act(W_1 h')))
-    MLM = W_v LayerNorm(act(W_m h_p + b_m)) + b_v          at the predicted positions p
+    h'' = LayerNorm(h' + dropout(W_2 act(W_1 h')))         the h of the next block
+    MLM = W_d LayerNorm(act(W_m h_p))                      at the positions p to predict
     NSP = W_n tanh(W_c h_[CLS])
 """
 
@@ -59,7 +61,7 @@ LOGITS_AT_ONCE = 2**25
 
 
 def is_on_cpu(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is computed as is best on a CPU, or on a GPU. Tests replace this to try the latter on a CPU."""
+    """Whether code for a CPU computes a tensor, or code for a GPU. Tests replace this to run the latter on a CPU."""
     return tensor.device.type == "cpu"
 
 
@@ -72,11 +74,11 @@ def _unused_name(name: str) -> str:
     operator, and calling the first operator then crashes. The name of this module cannot tell the copies apart: it
     holds the name of the folder, which may have characters that no operator's name can have.
     """
-    free = name
+    candidate = name
     for number in itertools.count(2):
-        if not hasattr(torch.ops.d2l_bert, free):
-            return f"d2l_bert::{free}"
-        free = f"{name}_{number}"
+        if not hasattr(torch.ops.d2l_bert, candidate):
+            return f"d2l_bert::{candidate}"
+        candidate = f"{name}_{number}"
 
 
 @torch.library.custom_op(_unused_name("dropout_mask"), mutates_args=())
@@ -91,9 +93,11 @@ def dropout_mask(anchor: torch.Tensor, shape: Sequence[int], dropped: int) -> to
     `aggressive_recomputation` the backward pass would draw another mask than the forward pass.
 
     Args:
-        anchor: a new `torch.empty(0)` for each call: the compiler merges calls with equal arguments into one mask, and
-            never takes two empty tensors for equal. (With the values to be dropped as the argument, the compiler would
-            have to compute and store them first.)
+        anchor: a new `torch.empty(0)`, which makes each call distinct. The compiler merges calls with equal arguments:
+            without it, layers of one shape would share a mask. (The values to be dropped would make calls distinct,
+            too, but the compiler would have to store them first.)
+        shape: of the mask.
+        dropped: how many of the 2^16 numbers of 16 bits mean "dropped".
     """
     seed = torch.randint(2**63 - 1, ()).item()
     count = torch.Size(shape).numel()
@@ -158,7 +162,7 @@ def dot_product_attention(module, query, key, value, attention_mask, scaling, **
     Scaled dot-product attention (section 11.3) in plain tensor operations: the "eager" kernel.
 
     Args:
-        module: has the `dropout` for the attention probabilities.
+        module: its `dropout` is applied to the attention probabilities.
         query: (B, N, Q, D).
         key, value: (B, N, T, D).
         attention_mask: added to the scores; broadcasts to (B, N, Q, T).
@@ -175,9 +179,9 @@ def dot_product_attention(module, query, key, value, attention_mask, scaling, **
 
 def is_plain(layer: nn.Linear) -> bool:
     """
-    Whether a layer computes `states @ weight.T + bias` and nothing else.
+    Whether a layer computes `states @ weight.T + bias` and nothing else, so that its weight may be read in its place.
 
-    A layer with an adapter, a hook, or a quantized or sharded weight does not, and has to be called.
+    A layer with an adapter, a hook, or a quantized or sharded weight is none, and has to be called.
     """
     hooks = layer._forward_pre_hooks or layer._forward_hooks or "forward" in vars(layer)
     return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and not hooks
@@ -190,7 +194,7 @@ def linear_together(layers, states):
     On a GPU by one product, which is faster than several small ones. On a CPU it is not.
 
     Args:
-        layers: `nn.Linear`, or what has taken its place, each with H outputs.
+        layers: `nn.Linear`, or what has taken its place, such as an adapter; each with H outputs.
     """
     if is_on_cpu(states) or not all(map(is_plain, layers)):
         return [layer(states) for layer in layers]
@@ -217,7 +221,8 @@ class D2lBertMultiHeadAttention(nn.Module):
 
     def forward(self, queries, hidden_states, attention_mask=None, **kwargs):
         """
-        Queries (B, Q, H) attend to hidden states (B, T, H), with a mask that broadcasts to (B, N, Q, T).
+        Hidden states `queries` (B, Q, H) attend to `hidden_states` (B, T, H), with a mask that broadcasts to
+        (B, N, Q, T). If both are the same tensor, the layers of queries, keys and values are computed together.
 
         Returns:
             The output (B, Q, H), and the attention probabilities (B, N, Q, T) if the kernel gives them.
@@ -291,12 +296,16 @@ class D2lBertEncoderBlock(GradientCheckpointingLayer):
         With `positions`, the other positions only get keys and values.
         """
         if positions is None:
+            # The same tensor twice: the attention looks for that.
             return self.compute(hidden_states, hidden_states, attention_mask, **kwargs)
         queries = states_at(hidden_states, positions)
         return self.compute(queries, hidden_states, mask_at(attention_mask, positions), **kwargs)
 
     def compute(self, queries, hidden_states, attention_mask, **kwargs):
-        """The block without the choice of queries; a training program may compile this method."""
+        """
+        The block for chosen queries (B, Q, H) of its input (B, T, H); gives (B, Q, H). This method is what
+        d2l_bert.training.compiling compiles.
+        """
         attention, _ = self.attention(queries, hidden_states, attention_mask, **kwargs)
         attended = self.addnorm1(queries, attention)
         return self.addnorm2(attended, self.ffn(attended))
@@ -333,7 +342,7 @@ class D2lBertPooler(nn.Module):
 
 
 class MaskLM(nn.Module):
-    """Scores over the vocabulary for hidden states (section 15.8.5.1): one hidden layer, LayerNorm, decoder."""
+    """Logits over the vocabulary for hidden states (section 15.8.5.1): one hidden layer, LayerNorm, decoder."""
 
     def __init__(self, config):
         super().__init__()
@@ -341,7 +350,7 @@ class MaskLM(nn.Module):
         self.activation = ACT2FN[config.hidden_act]
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
-        # Whether the loss on a GPU computes its gradient by a compiled program: a training program may set it.
+        # For `loss_and_gradients`. Set by d2l_bert.training.compiling while a run trains with torch.compile.
         self.compiles_gradient = False
 
     def forward(self, hidden_states):
@@ -351,30 +360,33 @@ class MaskLM(nn.Module):
         """The input of the decoder (..., H) for hidden states (..., H)."""
         return self.LayerNorm(self.activation(self.dense(hidden_states)))
 
-    def scores_and_loss(self, hidden_states, labels=None, num_items=None, skip_scores=False):
+    def logits_and_loss(self, hidden_states, labels=None, num_items=None, skip_logits=False):
         """
-        The scores (..., V) for hidden states (..., H), and their cross-entropy.
+        The logits (..., V) for hidden states (..., H), and their cross-entropy.
 
-        With labels and `skip_scores` the scores are not kept, which saves memory, and on a CPU they are not computed
-        for rows without a label.
+        With labels and `skip_logits` the logits are not kept, which saves memory, and on a CPU they are computed only
+        where there is a label.
 
         Args:
             labels: token ids (...), -100 for none.
             num_items: what to divide the summed loss by, as in `cross_entropy`.
 
         Returns:
-            The scores, None if skipped; and the loss, None without labels.
+            The logits, None if skipped; and the loss, None without labels.
         """
         if labels is None:
             return self(hidden_states), None
-        if not skip_scores:
-            scores = self(hidden_states)
-            return scores, cross_entropy(scores, labels, num_items)
-        if not is_plain(self.decoder):
+        if not skip_logits:
+            logits = self(hidden_states)
+            return logits, cross_entropy(logits, labels, num_items)
+        if not is_plain(self.decoder):  # `loss_and_gradients` reads its weight
             return None, cross_entropy(self(hidden_states), labels, num_items)
         states = self.transform(hidden_states).flatten(0, -2)
         labels = labels.flatten().long()
-        loss = linear_cross_entropy(states, self.decoder.weight, self.decoder.bias, labels, self.compiles_gradient)
+        device = states.device.type
+        if torch.is_autocast_enabled(device):  # the logits have the dtype of these states
+            states = states.to(torch.get_autocast_dtype(device))
+        loss, *_ = loss_and_gradients(states, self.decoder.weight, self.decoder.bias, labels, self.compiles_gradient)
         if num_items is None:
             num_items = (labels != -100).sum()
         return None, loss / num_items
@@ -399,23 +411,23 @@ def states_at(hidden_states, positions):
 
 def mask_at(attention_mask, positions):
     """
-    The rows of an attention mask that belong to the queries at positions (B, Q).
+    What an attention mask says of the queries at positions (B, Q).
 
     The given mask broadcasts to (B, N, T, T), the returned mask to (B, N, Q, T). None, for no mask, stays None.
     """
-    if attention_mask is None or attention_mask.shape[2] == 1:
+    if attention_mask is None or attention_mask.shape[2] == 1:  # no mask, or one that is the same for all queries
         return attention_mask
     return attention_mask.take_along_dim(positions[:, None, :, None], dim=2)
 
 
 def checked_positions(positions, rows):
-    """Positions as int64; raises ValueError unless their shape is (B, P) with B = `rows`."""
+    """Positions as int64; raises ValueError unless their shape is (B, P) with `rows` for B."""
     if positions.dim() != 2 or positions.shape[0] != rows:
         raise ValueError(f"positions are (B, P), here ({rows}, P); got the shape {tuple(positions.shape)}")
     return positions.long()
 
 
-def labelled_positions(labels, shape):
+def labelled_positions(labels, rows_and_tokens):
     """
     The positions (B, P) at which labels (B, T) are not -100, and the labels there (B, P), -100 in unused slots.
 
@@ -423,15 +435,16 @@ def labelled_positions(labels, shape):
     depends on the values of the labels, so a GPU is synchronized once.
 
     Raises:
-        ValueError: the labels are neither of `shape` nor of (*shape, 1).
+        ValueError: the shape of the labels is neither `rows_and_tokens`, which is (B, T), nor (B, T, 1).
     """
-    if labels.shape != shape and labels.shape != (*shape, 1):
-        raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit tokens of shape {tuple(shape)}")
-    labels = labels.reshape(shape)
+    if labels.shape != rows_and_tokens and labels.shape != (*rows_and_tokens, 1):
+        raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit tokens of shape {tuple(rows_and_tokens)}")
+    labels = labels.reshape(rows_and_tokens)
     is_labelled = labels != -100
-    largest = max(1, int(is_labelled.sum(1).max()))  # at least 1: PyTorch's attention fails without a query
-    slots = min(shape[1], largest + -largest % 4)
-    positions = is_labelled.int().argsort(dim=1, descending=True, stable=True)[:, :slots]
+    most_labels = max(1, int(is_labelled.sum(1).max()))  # at least 1: PyTorch's attention fails without a query
+    slot_count = min(rows_and_tokens[1], most_labels + -most_labels % 4)
+    # A stable sort of 1 and 0, the largest first: the labelled positions in their order, then the others.
+    positions = is_labelled.int().argsort(dim=1, descending=True, stable=True)[:, :slot_count]
     return positions, labels.gather(1, positions)
 
 
@@ -441,7 +454,7 @@ def cross_entropy(logits, labels, num_items=None):
 
     Without `num_items` the loss is the mean over this batch. With `num_items` the loss is the sum divided by
     `num_items`: if that is the number of labels in the whole optimizer step, the losses of the step's micro-batches
-    add up to the mean over the step, however the step is split. It is computed in float32, of logits in float64 in
+    add up to the mean over the step, however the step is split. It is computed in float32; for logits in float64, in
     float64.
 
     Raises:
@@ -454,22 +467,19 @@ def cross_entropy(logits, labels, num_items=None):
     return loss if num_items is None else loss / num_items
 
 
-def rows_to_predict(labels):
+def slots_to_compute(labels):
     """
-    The numbers of the rows to compute, those whose label (R,) is not -100.
+    The numbers of the slots whose logits are computed, and their labels (M,), for the labels of all slots (R,).
 
-    On a CPU the count is rounded up by repeating row 0 with label -100: to a multiple of 32, from 2,048 rows on of 64,
-    from 4,096 on of 128, and so on. The CPU prepares its matrix products once for each shape: few shapes are faster.
-    On a GPU all rows are computed, as counting the labelled rows would synchronize the GPU.
-
-    Returns:
-        The numbers of the rows (P,), and their labels (P,).
+    On a CPU these are the slots with a label, and slot 0 again and again, with the label -100, up to a multiple of 32;
+    from 2,048 slots on of 64, from 4,096 on of 128, and so on. The CPU prepares its matrix products once for each
+    shape: few shapes are faster. On a GPU these are all slots, as counting the labels would synchronize the GPU.
     """
     if not is_on_cpu(labels):
         return torch.arange(len(labels), device=labels.device), labels
-    rows = (labels != -100).nonzero().squeeze(1)
-    unused = -len(rows) % max(32, 2 ** (len(rows).bit_length() - 6))
-    return F.pad(rows, (0, unused)), F.pad(labels[rows], (0, unused), value=-100)
+    slots = (labels != -100).nonzero().squeeze(1)
+    repeated = -len(slots) % max(32, 2 ** (len(slots).bit_length() - 6))
+    return F.pad(slots, (0, repeated)), F.pad(labels[slots], (0, repeated), value=-100)
 
 
 def padded_decoder(weight, bias):
@@ -483,26 +493,6 @@ def padded_decoder(weight, bias):
     return F.pad(weight, (0, 0, 0, added)), F.pad(bias, (0, added), value=-torch.inf)
 
 
-def linear_cross_entropy(hidden_states, weight, bias, labels, compiles_gradient=False):
-    """
-    The summed cross-entropy of the scores `hidden_states @ weight.T + bias`, without all scores in memory at once.
-
-    Args:
-        hidden_states: (R, H).
-        weight, bias: of the decoder, (V, H) and (V,).
-        labels: (R,), -100 for none.
-        compiles_gradient: whether a GPU computes the gradient by a compiled program.
-
-    Raises:
-        IndexError: on a CPU, for a label that is neither -100 nor a token id.
-    """
-    device = hidden_states.device.type
-    if torch.is_autocast_enabled(device):
-        hidden_states = hidden_states.to(torch.get_autocast_dtype(device))
-    loss, *_ = loss_and_gradients(hidden_states, weight, bias, labels, compiles_gradient)
-    return loss
-
-
 @torch.library.custom_op(_unused_name("loss_and_gradients"), mutates_args=())
 def loss_and_gradients(
     hidden_states: torch.Tensor,
@@ -512,24 +502,47 @@ def loss_and_gradients(
     compiles_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """
-    The loss of `linear_cross_entropy`, and its gradients for hidden states, weight and bias.
+    The summed cross-entropy of the logits `hidden_states @ weight.T + bias`, and its gradients, without all logits in
+    memory at once.
 
-    Goes through the rows in slices: computes the scores of a slice, replaces the scores by their gradient, and adds
-    the slice's part to the gradients. So the scores of all rows are never in memory at once. This is the idea of Liger
-    Kernel's fused loss (Hsu et al., 2024), here in PyTorch's own operations for every device.
+    Goes through the slots in parts: computes the logits of a part, replaces the logits by their gradient, and adds the
+    part's share to the gradients. This is the idea of Liger Kernel's fused loss (Hsu et al., 2024), here in PyTorch's
+    own operations for every device.
 
-    A custom operator, because the number of labelled rows depends on the labels: the compiler would end its program
-    there and begin another.
+    Some of the slots that are computed have no label (`slots_to_compute`). They are computed as if token 0 were their
+    label, and then kept out of each of the four results:
+
+        the loss                       their losses are replaced by 0
+        the gradient of the weight     their hidden states, which it is computed from, are multiplied by 0
+        the gradient of the bias       their gradients of logits, which it sums, are multiplied by 0
+        that of the hidden states      their rows of it are multiplied by 0
+
+    To replace their gradients of logits by 0 alone would read and write the largest tensor once more.
+
+    A custom operator, because the number of slots with a label depends on the labels: the compiler would end its
+    program there and begin another.
+
+    Args:
+        hidden_states: of R slots (R, H): the positions to predict in all rows of a batch. Their dtype is that of the
+            logits.
+        weight, bias: of the decoder, (V, H) and (V,).
+        labels: token ids (R,), -100 for none.
+        compiles_gradient: whether a GPU computes the gradient of the logits by a compiled program.
+
+    Returns:
+        The loss, and its gradients for hidden states, weight and bias.
+
+    Raises:
+        IndexError: on a CPU, for a label that is neither -100 nor a token id.
     """
     with torch.autocast(hidden_states.device.type, enabled=False):
         on_cpu = is_on_cpu(labels)
         dtype = hidden_states.dtype
-        rows, labels = rows_to_predict(labels)
-        is_labelled = labels != -100
-        labels = labels.where(is_labelled, 0)
-        counted = is_labelled.to(dtype).unsqueeze(1)  # (P, 1)
-        # Rows without a label become 0, and add nothing to the weight's gradient.
-        states = hidden_states[rows] * counted
+        slots, labels = slots_to_compute(labels)
+        has_label = labels != -100
+        has_label_column = has_label.to(dtype).unsqueeze(1)  # (M, 1), 1 or 0
+        labels = labels.where(has_label, 0)
+        states = hidden_states[slots] * has_label_column  # (M, H)
         table = weight.to(dtype)
         offset = bias.to(dtype)
         if on_cpu:
@@ -542,16 +555,17 @@ def loss_and_gradients(
         d_weight = None
         d_bias = torch.zeros_like(bias)
         at_once = max(1, LOGITS_AT_ONCE // len(table))
-        for first in range(0, max(1, len(labels)), at_once):  # at least once, where no row has a label
+        for first in range(0, max(1, len(labels)), at_once):  # once even without slots, so that d_weight is a tensor
             part = slice(first, first + at_once)
             logits = F.linear(states[part], table, offset)
-            losses, gradient = gradient_of(logits, labels[part])  # gradient: (P', V)
-            loss += losses.where(is_labelled[part], 0).sum()
-            torch.mm(gradient, table, out=d_states[part])
-            product = (gradient.T @ states[part])[: len(weight)]
+            losses, d_logits = gradient_of(logits, labels[part])  # (part of M,), (part of M, V)
+            loss += losses.where(has_label[part], 0).sum()
+            torch.mm(d_logits, table, out=d_states[part])
+            product = (d_logits.T @ states[part])[: len(weight)]  # without the tokens that padded_decoder added
             d_weight = product.to(weight.dtype) if d_weight is None else d_weight.add_(product)
-            d_bias += (counted[part].T @ gradient).squeeze(0)[: len(bias)]
-        d_hidden_states = torch.zeros_like(hidden_states).index_add_(0, rows, d_states * counted)
+            d_bias += (has_label_column[part].T @ d_logits).squeeze(0)[: len(bias)]
+        # Slot 0 may be among `slots` several times, at most once with a label: what the repetitions add is 0.
+        d_hidden_states = torch.zeros_like(hidden_states).index_add_(0, slots, d_states * has_label_column)
         return loss, d_hidden_states, d_weight, d_bias
 
 
@@ -567,13 +581,14 @@ def _keep_gradients(ctx, inputs, output):
 
 
 def _scaled_gradients(ctx, scale, *of_gradients):
-    # The operator knows how its loss changes with its inputs, but not how its gradients do.
+    # `of_gradients` are there if the operator's gradients were used as outputs: how these change is not known.
     if any(gradient is not None for gradient in of_gradients):
         raise RuntimeError(
             "the MLM loss with skip_logits, the default in training mode, has no second derivatives: give "
             "skip_logits=False for a gradient of a gradient"
         )
-    return *(gradient * scale for gradient in ctx.saved_tensors), None, None  # none for labels and compiles_gradient
+    of_states, of_weight, of_bias = (gradient * scale for gradient in ctx.saved_tensors)
+    return of_states, of_weight, of_bias, None, None  # labels and compiles_gradient have no gradient
 
 
 loss_and_gradients.register_autograd(_scaled_gradients, setup_context=_keep_gradients)
@@ -584,7 +599,7 @@ def gradient_by_softmax(logits, labels):
     The cross-entropy -log p of each row, and its gradient for the logits, p for each token and p - 1 for the label.
 
     The rounded p is precise enough where p is at most 1/2 and a normal number. For a larger p too few digits of 1 - p
-    are left: bf16 has no number between 0.996 and 1. In these rows both follow from the scores s in float32:
+    are left: bf16 has no number between 0.996 and 1. In these rows both follow from the logits s in float32:
 
         log_odds = log (1 - p) / p = log sum exp of the other tokens' s - the label's s
         -log p = softplus(log_odds)        1 - p = sigmoid(log_odds)
@@ -600,20 +615,34 @@ def gradient_by_softmax(logits, labels):
         IndexError: a label is no token id.
     """
     exact = torch.promote_types(logits.dtype, torch.float32)
-    numbers = torch.arange(len(logits))
-    gradient = logits.softmax(dim=1)
-    chances = -F.nll_loss(gradient, labels, reduction="none").to(exact)  # p; checks the labels, as indexing takes -1
-    losses = -chances.log()
-    others = 1 - chances
-    rows = numbers[(chances > 0.5) | (chances < torch.finfo(logits.dtype).tiny)]
-    scores = logits[rows].to(exact)
-    columns = labels[rows].unsqueeze(1)
-    log_odds = -scores.gather(1, columns).squeeze(1)
-    log_odds += scores.scatter_(1, columns, -torch.inf).logsumexp(dim=1)
-    losses[rows] = F.softplus(log_odds)
-    others[rows] = log_odds.sigmoid()
-    gradient[numbers, labels] = -others.to(logits.dtype)
+    rows = torch.arange(len(logits))
+    chances = logits.softmax(dim=1)
+    chance_of_label = entry_of_label(chances, labels).to(exact)
+    losses = -chance_of_label.log()
+    chance_of_others = 1 - chance_of_label
+    imprecise = rows[(chance_of_label > 0.5) | (chance_of_label < torch.finfo(logits.dtype).tiny)]
+    exact_logits = logits[imprecise].to(exact)
+    columns = labels[imprecise].unsqueeze(1)
+    log_odds = -exact_logits.gather(1, columns).squeeze(1)
+    log_odds += exact_logits.scatter_(1, columns, -torch.inf).logsumexp(dim=1)
+    losses[imprecise] = F.softplus(log_odds)
+    chance_of_others[imprecise] = log_odds.sigmoid()
+    gradient = chances  # the same tensor, changed in place: a copy would take as much memory again
+    gradient[rows, labels] = -chance_of_others.to(logits.dtype)
     return losses, gradient
+
+
+def entry_of_label(values, labels):
+    """
+    The entry of each row (R,) in the column of its label, from values (R, V).
+
+    PyTorch's `nll_loss` picks these entries and negates them: no logarithm is in it. Unlike indexing, it refuses a
+    label of -1, which would be the last column.
+
+    Raises:
+        IndexError: a label is no column.
+    """
+    return -F.nll_loss(values, labels, reduction="none")
 
 
 def gradient_in_float32(logits, labels):
@@ -625,7 +654,7 @@ def gradient_in_float32(logits, labels):
     columns = labels.unsqueeze(1)
     of_labels = log_chances.gather(1, columns)  # (R, 1)
     gradient = log_chances.exp().to(logits.dtype)
-    gradient = gradient.scatter_(1, columns, of_labels.expm1().to(logits.dtype))
+    gradient = gradient.scatter_(1, columns, of_labels.expm1().to(logits.dtype))  # p - 1 = expm1(log p)
     return -of_labels.squeeze(1), gradient
 
 
@@ -681,14 +710,14 @@ class D2lBertPreTrainedModel(PreTrainedModel):
 
     def masked_lm(self, masked_positions, labels, num_items, skip_logits, **kwargs):
         """
-        Run the encoder and the MLM head.
+        Run the encoder and the MLM head, whose loss can leave out positions and logits that nobody reads.
 
         Args:
             masked_positions, labels, num_items, skip_logits: as in `D2lBertForPreTraining`.
             kwargs: the arguments of `D2lBertModel`.
 
         Returns:
-            The output of the encoder, with `last_hidden_state` at the positions that the head reads; the scores, None
+            The output of the encoder, with `last_hidden_state` at the positions that the head reads; the logits, None
             if skipped; and the loss, None without labels.
         """
         if skip_logits is None:
@@ -696,9 +725,10 @@ class D2lBertPreTrainedModel(PreTrainedModel):
         # A compiled program has fixed shapes, and P depends on the labels: it computes all positions.
         if skip_logits and masked_positions is None and labels is not None and not torch.compiler.is_compiling():
             tokens = kwargs["input_ids"] if kwargs["inputs_embeds"] is None else kwargs["inputs_embeds"]
-            masked_positions, labels = labelled_positions(labels, tokens.shape[:2])
+            rows_and_tokens = tokens.shape[:2]
+            masked_positions, labels = labelled_positions(labels, rows_and_tokens)
         outputs = self.base_model(positions=masked_positions, return_dict=True, **kwargs)
-        return outputs, *self.mlm.scores_and_loss(outputs.last_hidden_state, labels, num_items, skip_logits)
+        return outputs, *self.mlm.logits_and_loss(outputs.last_hidden_state, labels, num_items, skip_logits)
 
 
 class D2lBertModel(D2lBertPreTrainedModel):
@@ -763,10 +793,11 @@ class D2lBertModel(D2lBertPreTrainedModel):
             attention_mask=attention_mask,
             and_mask_function=same_sequence,
         )
-        returns_all_states = kwargs.get("output_hidden_states", self.config.output_hidden_states)
-        returns_all_states = kwargs.get("output_attentions", self.config.output_attentions) or returns_all_states
-        is_restrictable = mask is None or isinstance(mask, torch.Tensor)  # the block mask of flex attention is not
-        if positions is not None and is_restrictable and not returns_all_states:
+        returns_hidden_states = kwargs.get("output_hidden_states", self.config.output_hidden_states)
+        returns_attentions = kwargs.get("output_attentions", self.config.output_attentions)
+        has_mask_at_positions = mask is None or isinstance(mask, torch.Tensor)  # flex attention's is no tensor
+        may_leave_out = has_mask_at_positions and not returns_hidden_states and not returns_attentions
+        if positions is not None and may_leave_out:
             cls_states, hidden_states = self.encode_at(positions, cls_positions, hidden_states, mask, **kwargs)
         else:
             hidden_states = self.encoder(hidden_states, mask, **kwargs)
@@ -780,17 +811,20 @@ class D2lBertModel(D2lBertPreTrainedModel):
 
     def encode_at(self, positions, cls_positions, hidden_states, mask, **kwargs):
         """
-        Run the encoder, with only [CLS] and `positions` (B, P) as queries in its last block.
+        Run the encoder; its last block leaves out all positions but those of [CLS] and `positions` (B, P).
 
         Returns:
             The states of [CLS] (B, S, H), and those at `positions` (B, P, H).
         """
         rows = hidden_states.shape[0]
-        if cls_positions is None:  # [CLS] is at position 0; without a pooler nothing reads [CLS]
-            cls_positions = positions.new_zeros((rows, 0 if self.pooler is None else 1))
-        positions = torch.cat([cls_positions, checked_positions(positions, rows)], 1)
-        hidden_states = self.encoder(hidden_states, mask, positions, **kwargs)
-        return hidden_states.tensor_split([cls_positions.shape[1]], 1)
+        if cls_positions is None:
+            # [CLS] is at position 0. Without a pooler nothing reads its state: then S is 0.
+            cls_count = 0 if self.pooler is None else 1
+            cls_positions = positions.new_zeros((rows, cls_count))
+        # The first S columns are [CLS], the others `positions`; their states come back in the same columns.
+        cls_and_positions = torch.cat([cls_positions, checked_positions(positions, rows)], 1)  # (B, S + P)
+        states = self.encoder(hidden_states, mask, cls_and_positions, **kwargs)  # (B, S + P, H)
+        return states.tensor_split([cls_positions.shape[1]], 1)
 
 
 @dataclass

@@ -142,7 +142,9 @@ def write_books(folder, count=24, seed=0):
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
-        name, place, thing = rng.choice(PEOPLE), rng.choice(PLACES), rng.choice(THINGS)
+        name = rng.choice(PEOPLE)
+        place = rng.choice(PLACES)
+        thing = rng.choice(THINGS)
         paragraphs = []
         for _ in range(10):
             sentences = [
@@ -174,7 +176,8 @@ def trained(books, tmp_path_factory):
 @pytest.fixture
 def shown():
     """Send the package's messages to stderr, as the command does, for tests that call its functions directly."""
-    logger, handler = logging.getLogger("d2l_bert"), logging.Handler()
+    logger = logging.getLogger("d2l_bert")
+    handler = logging.Handler()
     handler.emit = lambda record: print(record.getMessage(), file=sys.stderr)  # pytest replaces stderr later
     logger.addHandler(handler)
     level = logger.level

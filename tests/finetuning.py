@@ -17,25 +17,34 @@ WORDS = {"who": PEOPLE, "where": PLACES, "what": THINGS}
 
 def tag_rows(count, seed):
     """Sentences with BIO tags: a person, a place of one or two words, and a thing."""
-    rng, rows = random.Random(seed), []
+    rng = random.Random(seed)
+    rows = []
     for _ in range(count):
         who, where, what = (rng.choice(words) for words in WORDS.values())
-        place = ["old", where][rng.randrange(2) :]
-        tokens, tags = (
-            [who, "walked", "to", "the", *place],
-            ["B-PER", "O", "O", "O", "B-LOC", "I-LOC"][: 4 + len(place)],
-        )
-        rows.append({"tokens": [*tokens, "with", "a", what], "ner_tags": [*tags, "O", "O", "B-OBJ"]})
+        place = [where]
+        tags_of_place = ["B-LOC"]
+        if rng.randrange(2) == 0:
+            place = ["old", where]
+            tags_of_place = ["B-LOC", "I-LOC"]
+        tokens = [who, "walked", "to", "the", *place, "with", "a", what]
+        tags = ["B-PER", "O", "O", "O", *tags_of_place, "O", "O", "B-OBJ"]
+        rows.append({"tokens": tokens, "ner_tags": tags})
     return rows
 
 
 def answer_rows(count, seed, unanswerable=0.0):
     """Questions who, where and what about a sentence; some ask for what the sentence does not say."""
-    rng, rows = random.Random(seed), []
+    rng = random.Random(seed)
+    rows = []
     for number in range(count):
-        asked, is_said = rng.choice(list(WORDS)), rng.random() >= unanswerable
-        said = {kind: rng.choice(WORDS[kind]) for kind in rng.sample(list(WORDS), 3) if is_said or kind != asked}
-        context = f"then {', '.join(f'the {word}' for word in said.values())} and nobody"
+        asked = rng.choice(list(WORDS))
+        is_said = rng.random() >= unanswerable
+        said = {}
+        for kind in rng.sample(list(WORDS), 3):
+            if is_said or kind != asked:
+                said[kind] = rng.choice(WORDS[kind])
+        things = ", ".join(f"the {word}" for word in said.values())
+        context = f"then {things} and nobody"
         found = [said[asked]] if is_said else []
         answers = {"text": found, "answer_start": [context.index(word) for word in found]}
         rows.append({"id": str(number), "context": context, "question": f"{asked} was there?", "answers": answers})
@@ -44,9 +53,11 @@ def answer_rows(count, seed, unanswerable=0.0):
 
 def choice_rows(count, seed):
     """A question who, where or what, with a person, a place and a thing to choose from."""
-    rng, rows = random.Random(seed), []
+    rng = random.Random(seed)
+    rows = []
     for _ in range(count):
-        asked, kinds = rng.choice(list(WORDS)), rng.sample(list(WORDS), 3)
+        asked = rng.choice(list(WORDS))
+        kinds = rng.sample(list(WORDS), 3)
         choices = [f"the {rng.choice(WORDS[kind])}" for kind in kinds]
         rows.append({"context": f"{asked} was there?", "choices": choices, "label": kinds.index(asked)})
     return rows
@@ -54,36 +65,22 @@ def choice_rows(count, seed):
 
 def swag_rows(rows):
     """The rows of `choice_rows` with SWAG's columns."""
-    return [
-        {
-            "sent1": row["context"],
-            "sent2": "then",
-            **{f"ending{number}": choice for number, choice in enumerate(row["choices"])},
-            "label": row["label"],
-        }
-        for row in rows
-    ]
+    found = []
+    for row in rows:
+        endings = {f"ending{number}": choice for number, choice in enumerate(row["choices"])}
+        found.append({"sent1": row["context"], "sent2": "then", **endings, "label": row["label"]})
+    return found
 
 
 def squad_json(rows):
     """The rows of `answer_rows` in SQuAD's nested form."""
-    paragraphs = [
-        {
-            "context": row["context"],
-            "qas": [
-                {
-                    "id": row["id"],
-                    "question": row["question"],
-                    "answers": [
-                        {"text": text, "answer_start": start}
-                        for text, start in zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)
-                    ],
-                    "is_impossible": not row["answers"]["text"],
-                }
-            ],
-        }
-        for row in rows
-    ]
+    paragraphs = []
+    for row in rows:
+        question = {"id": row["id"], "question": row["question"]}
+        answers = zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)
+        question["answers"] = [{"text": text, "answer_start": start} for text, start in answers]
+        question["is_impossible"] = not question["answers"]
+        paragraphs.append({"context": row["context"], "qas": [question]})
     return {"version": "v2.0", "data": [{"title": "books", "paragraphs": paragraphs}]}
 
 
@@ -95,7 +92,9 @@ def rows_of(count, seed, classes=2):
     """Sentences, each with the number of its hero as its label."""
     rng = random.Random(seed)
     for number in range(count):
-        hero, thing, place = rng.randrange(classes), rng.choice(THINGS), rng.choice(PLACES)
+        hero = rng.randrange(classes)
+        thing = rng.choice(THINGS)
+        place = rng.choice(PLACES)
         text = f"Then {PEOPLE[hero].title()} sold the {thing} in the {place}, {number} of {seed}."
         yield {"text": text, "label": PEOPLE[hero]}
 
@@ -123,20 +122,22 @@ def file_options(folder, **splits):
 
 def write_splits(folder, sizes=(160, 40, 40)):
     """Files train.csv, validation.csv and test.csv in a folder; returns their options."""
-    splits = zip(("train", "validation", "test"), sizes, range(3), strict=True)
-    return [
-        f"--{split}_file={write_table(folder / f'{split}.csv', rows_of(size, number))}"
-        for split, size, number in splits
-    ]
+    options = []
+    for seed, split in enumerate(("train", "validation", "test")):
+        file = write_table(folder / f"{split}.csv", rows_of(sizes[seed], seed))
+        options.append(f"--{split}_file={file}")
+    return options
 
 
 def assert_same_predictions(one, other, task, abs=2e-6):
     """Two tables of predictions are the same, with numbers up to rounding."""
     assert [row.keys() for row in one] == [row.keys() for row in other]
     for name in one[0]:
-        values, others = ([row[name] for row in table] for table in (one, other))
+        values = [row[name] for row in one]
+        others = [row[name] for row in other]
         if "probability" in name or (task, name) == ("regression", "prediction"):
-            values, others = list(map(float, values)), pytest.approx(list(map(float, others)), rel=1e-5, abs=abs)
+            values = list(map(float, values))
+            others = pytest.approx(list(map(float, others)), rel=1e-5, abs=abs)
         assert values == others
 
 

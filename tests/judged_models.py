@@ -28,7 +28,8 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 
 def save_models(trained, books, folder):
     """Write stock models with random weights beside each other; returns their folders by name, `ours` among them."""
-    tokenizer, of_bytes = AutoTokenizer.from_pretrained(trained), byte_tokenizer(books)
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    of_bytes = byte_tokenizer(books)
     shared = {"vocab_size": len(tokenizer), "max_position_embeddings": 64, "pad_token_id": tokenizer.pad_token_id}
     distil = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48}
     of_roberta = {"vocab_size": len(of_bytes), "max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 1}
@@ -76,7 +77,9 @@ def write_pairs(folder, paradigms=3, pairs=12, seed=0, names=MADE_UP, phenomena=
     for number in range(paradigms):
         rows = []
         for _ in range(pairs + number):
-            name, thing, place = rng.choice(PEOPLE).title(), rng.choice(THINGS), rng.choice(PLACES)
+            name = rng.choice(PEOPLE).title()
+            thing = rng.choice(THINGS)
+            place = rng.choice(PLACES)
             good = f"{name} walked to the {place} with a {thing}."
             bad = rng.choice([f"{name} walked to a {place} with the {thing}.", good.replace("walked", "walk")])
             rows.append({"sentence_good": good, "sentence_bad": bad, "UID": names[number]})
@@ -87,4 +90,7 @@ def write_pairs(folder, paradigms=3, pairs=12, seed=0, names=MADE_UP, phenomena=
 
 def read_pairs(folder):
     """The rows of all files, in the order of the files' names."""
-    return [json.loads(line) for file in sorted(folder.iterdir()) for line in file.read_text().splitlines()]
+    rows = []
+    for file in sorted(folder.iterdir()):
+        rows += map(json.loads, file.read_text().splitlines())
+    return rows

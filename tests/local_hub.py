@@ -49,7 +49,9 @@ def environment(hub, home: Path, token: str | None) -> dict:
         "NO_PROXY": "127.0.0.1",
         "no_proxy": "127.0.0.1",
     }
-    return {**kept, **told, **({"HF_TOKEN": token} if token else {})}
+    if token:
+        told["HF_TOKEN"] = token
+    return {**kept, **told}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -86,10 +88,10 @@ class Repository:
         return {name.removeprefix(prefix): sha for name, sha in self.refs.items() if name.startswith(prefix)}
 
     def commit(self, ref, parent, files, title) -> str:
-        made = Commit(
-            hashlib.sha1(repr((self.id, len(self.commits), title)).encode()).hexdigest(), parent, files, title
-        )
-        self.commits[made.sha], self.refs[ref] = made, made.sha
+        seed = repr((self.id, len(self.commits), title))
+        made = Commit(hashlib.sha1(seed.encode()).hexdigest(), parent, files, title)
+        self.commits[made.sha] = made
+        self.refs[ref] = made.sha
         return made.sha
 
 
@@ -119,8 +121,10 @@ class LocalHub:
 
     def start(self):
         """Start serving: on a free port the first time, later on the same port."""
-        self.server = ThreadingHTTPServer(self.server.server_address if self.server else ("127.0.0.1", 0), _Handler)
-        self.server.hub, self.server.daemon_threads = self, True
+        address = self.server.server_address if self.server else ("127.0.0.1", 0)
+        self.server = ThreadingHTTPServer(address, _Handler)
+        self.server.hub = self
+        self.server.daemon_threads = True
         self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -163,7 +167,8 @@ class Refusal(Exception):
     """An error in the Hub's own words: a status, a message, and the code by which clients tell some errors apart."""
 
     def __init__(self, status, message, code="", **body):
-        self.status, self.body = status, {"error": message, **body}
+        self.status = status
+        self.body = {"error": message, **body}
         self.headers = {"X-Error-Message": message.splitlines()[-1].encode("ascii", "replace").decode()}
         if code:
             self.headers["X-Error-Code"] = code
@@ -194,7 +199,8 @@ class _Handler(BaseHTTPRequestHandler):
     """Serves one request of each connection, so that none is open when the Hub stops."""
 
     def _serve(self):
-        hub, token = self.server.hub, self.headers.get("Authorization", "").removeprefix("Bearer ")
+        hub = self.server.hub
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         request = Request(self.command, self.path, hub.users.get(token))
         request.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         hub.requests.append(request)
@@ -208,13 +214,16 @@ class _Handler(BaseHTTPRequestHandler):
                     raise Refusal(status, "This request was made to fail.")
                 if token and not request.user:
                     raise Refusal(401, "Invalid credentials in Authorization header")
-                status, body = 200, answer(hub, request, headers)
+                status = 200
+                body = answer(hub, request, headers)
         except Refusal as refusal:
-            status, body = refusal.status, refusal.body
+            status = refusal.status
+            body = refusal.body
             headers |= refusal.headers
         except Exception:
             traceback.print_exc()
-            status, body = 501, {}
+            status = 501
+            body = {}
         body = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
@@ -340,7 +349,8 @@ def resolve(hub, request, headers, repo, rev, path):
 @route("POST", "/api/models/{repo}/preupload/{rev}")
 def before_upload(hub, request, headers, repo, rev):
     """Clients ask which files are large, and which are there: none is large."""
-    files, told = repo.at(rev).files, []
+    files = repo.at(rev).files
+    told = []
     for file in request.json()["files"]:
         there = {"oid": git_hash(files[file["path"]])} if file["path"] in files else {}
         told.append({"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, **there})
@@ -351,10 +361,13 @@ def before_upload(hub, request, headers, repo, rev):
 def commit(hub, request, headers, repo, rev):
     """One commit. The body is lines of JSON: a header, then the files to add and to delete."""
     changes = [json.loads(line) for line in request.body.splitlines()]
-    base, ref, told = repo.at(rev), repo.ref(rev), {}
+    base = repo.at(rev)
+    ref = repo.ref(rev)
+    told = {}
     if "create_pr" in parse_qs(request.path.partition("?")[2]):
         number = len(repo.under("refs/pr/")) + 1
-        ref, told = f"refs/pr/{number}", {"pullRequestUrl": f"{hub.endpoint}/{repo.id}/discussions/{number}"}
+        ref = f"refs/pr/{number}"
+        told = {"pullRequestUrl": f"{hub.endpoint}/{repo.id}/discussions/{number}"}
     else:
         request.known(repo.id.split("/")[0])
     files = dict(base.files)

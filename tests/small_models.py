@@ -79,7 +79,8 @@ def make_sequences(seed=0):
 
     sequences = []
     for index, length in enumerate(SEQUENCE_LENGTHS):
-        positions = torch.randperm(length - 1, generator=generator)[: 1 + index % 4].sort().values + 1
+        drawn = torch.randperm(length - 1, generator=generator)[: 1 + index % 4]
+        positions = drawn.sort().values + 1
         sequences.append(
             {
                 "input_ids": draw(5, SIZES["vocab_size"], length),
@@ -113,7 +114,9 @@ def packed(sequences, rows):
         lengths = [len(part["input_ids"]) for part in parts]
         offsets = [sum(lengths[:number]) for number in range(len(parts))]
         joined = ("input_ids", "token_type_ids", "labels")
-        fields = {name: torch.cat([part[name] for part in parts]) for name in joined}
+        fields = {}
+        for name in joined:
+            fields[name] = torch.cat([part[name] for part in parts])
         fields["position_ids"] = torch.cat([torch.arange(length) for length in lengths])
         numbers = [torch.full((length,), number) for number, length in enumerate(lengths, start=1)]
         fields["sequence_ids"] = torch.cat(numbers)
@@ -149,7 +152,8 @@ def make_rows(head, count=8, num_labels=3):
             "token_type_ids": torch.tensor([0] * 5 + [1] * 7),
             "attention_mask": (torch.arange(12) < 4 + number % 8).long(),
         }
-        tags = torch.randint(0, 40 if head in ("ForPreTraining", "ForMaskedLM") else num_labels, (12,), generator=draw)
+        kinds = 40 if head in ("ForPreTraining", "ForMaskedLM") else num_labels
+        tags = torch.randint(0, kinds, (12,), generator=draw)
         tags[1 + number % 5 :] = -100
         if head in ("ForPreTraining", "ForMaskedLM", "ForTokenClassification"):
             row["labels"] = tags
@@ -168,7 +172,11 @@ def make_rows(head, count=8, num_labels=3):
 
 
 def stacked(rows):
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    """Rows as one batch."""
+    batch = {}
+    for name in rows[0]:
+        batch[name] = torch.stack([row[name] for row in rows])
+    return batch
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -183,7 +191,8 @@ def loss_and_gradients(model, **batch):
 
 
 def assert_same(found, expected, **tolerance):
-    (outputs, gradients), (expected_outputs, expected_gradients) = found, expected
+    outputs, gradients = found
+    expected_outputs, expected_gradients = expected
     torch.testing.assert_close(outputs.loss, expected_outputs.loss, check_dtype=False, **tolerance)
     for name, gradient in expected_gradients.items():
         torch.testing.assert_close(gradients[name], gradient, **tolerance, msg=lambda text: f"{name}: {text}")  # noqa: B023

@@ -18,8 +18,8 @@ def write_store(folder, documents, vocab_size=2**20, ids=None, source_ends=None)
     numbers = np.arange(len(documents))
     section = Section(
         ids=np.arange(lengths.sum()) if ids is None else ids,
-        tokens=lengths,
-        words=lengths,
+        token_counts=lengths,
+        word_counts=lengths,
         document_ends=np.cumsum([len(document) for document in documents], dtype=int),
         hashes=numbers,
         sources=np.searchsorted(source_ends, numbers, side="right"),

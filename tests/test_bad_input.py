@@ -41,7 +41,8 @@ def make_texts(folder):
     write_books(folder / "books", count=12)
     (folder / "empty").mkdir()
     pair = {"sentence_good": "Anna left.", "sentence_bad": "Anna leave."}
-    line, umlaut = json.dumps(pair), json.dumps({**pair, "sentence_bad": "Zürich."}, ensure_ascii=False)
+    line = json.dumps(pair)
+    umlaut = json.dumps({**pair, "sentence_bad": "Zürich."}, ensure_ascii=False)
     contents = {
         "full/thesis.txt": b"precious",
         "shapes/train.jsonl": b'{"title": "no text"}\n',
@@ -91,7 +92,8 @@ def make_models(folder):
     (folder / "former" / "prepared.json").write_text(json.dumps(former))
     run = ["--corpus=books", "--output_dir=run", "--max_steps=2", "--save_steps=1", "--license=mit"]
     assert main(["pretrain", *run, *SMALL]) == 0
-    tokenizer, config = AutoTokenizer.from_pretrained("run"), D2lBertConfig.from_pretrained("run")
+    tokenizer = AutoTokenizer.from_pretrained("run")
+    config = D2lBertConfig.from_pretrained("run")
     stock = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 20}
     for name, model in {
         "mlm": D2lBertForMaskedLM(config),
@@ -176,7 +178,8 @@ def test_a_wrong_input_is_refused_in_one_line_and_no_file_is_changed(
     """What is found before the text is read is refused without another line."""
     monkeypatch.chdir(world)
     shutil.rmtree("out", ignore_errors=True)  # a row that was accepted by mistake left it
-    arguments, before = arguments_of(line), snapshot(world)
+    arguments = arguments_of(line)
+    before = snapshot(world)
     code = command(*arguments)
     captured = capfd.readouterr()
     assert code == 2 and captured.out == "", captured.err

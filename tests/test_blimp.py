@@ -15,7 +15,7 @@ from transformers import AutoModelForMaskedLM, AutoProcessor, AutoTokenizer
 
 from d2l_bert.__main__ import main
 from d2l_bert.model_cards.blimp import PHENOMENON_OF
-from d2l_bert.tokenization.wordpiece import plain_backend, text_backend
+from d2l_bert.tokenization.wordpiece import literal_json, literal_tokenizer
 from d2l_bert.training.devices import make_accelerator
 from d2l_bert.training.evaluation.config import EvaluateConfig
 from d2l_bert.training.evaluation.masked_models import MaskedModel
@@ -43,13 +43,21 @@ def scores_of(model, sentences, score, batch_tokens=4096):
     return pseudo_log_likelihoods(model, encode(model, sentences, score), config, make_accelerator("no"), "").numpy()
 
 
+def sentences_in(rows):
+    """The good and the bad sentence of each pair, one after the other."""
+    sentences = []
+    for row in rows:
+        sentences += [row["sentence_good"], row["sentence_bad"]]
+    return sentences
+
+
 @pytest.mark.parametrize("score", ["pll", "within_word_l2r"])
 @pytest.mark.parametrize(
     "name",
     ["ours", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bert", "roberta", "mlm", "distilbert", "albert"))],
 )
 def test_scores_and_decisions_are_those_of_a_plain_loop(models, pairs, name, score):
-    sentences = [row[key] for row in read_pairs(pairs)[:8] for key in ("sentence_good", "sentence_bad")]
+    sentences = sentences_in(read_pairs(pairs)[:8])
     sentences += ["Umbrella!", "Unbelievable: 17 xylophones, said the harbourmaster."]  # words of many pieces
     model = MaskedModel(str(models[name]))
     expected = []
@@ -67,7 +75,7 @@ def test_scores_and_decisions_are_those_of_a_plain_loop(models, pairs, name, sco
 def test_an_added_marker_is_a_token_of_a_scored_sentence_as_in_use_and_a_mask_in_the_text_is_text(models):
     tokenizer = AutoTokenizer.from_pretrained(models["bert"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["[E1]"]})
-    model = types.SimpleNamespace(tokenizer=tokenizer, backend=plain_backend(text_backend(tokenizer)))
+    model = types.SimpleNamespace(tokenizer=tokenizer, backend=literal_tokenizer(literal_json(tokenizer)))
     encoded = encode(model, ["Anna [E1] was.", "Anna [MASK] was."])
     assert encoded.ids[0].tolist() == tokenizer("Anna [E1] was.")["input_ids"]
     assert tokenizer.mask_token_id not in encoded.ids[1]
@@ -83,27 +91,36 @@ def test_sentences_that_the_tokenizer_does_not_tell_apart_have_the_same_score(mo
 def test_a_tie_counts_half_and_errors_are_binomial():
     """Three of four right in one paradigm; one right, one wrong and two ties in another: worked out by hand."""
     pairs = [MinimalPair("a", "x", "g", "b")] * 4 + [MinimalPair("b", "y", "g", "b")] * 4
-    scores = np.array([-1, -2, -1, -3, -1, -5, -2, -1] + [-1, -2, -2, -1, -3, -3, -7, -7], dtype=float)
+    scores_of_pairs = [(-1, -2), (-1, -3), (-1, -5), (-2, -1), (-1, -2), (-2, -1), (-3, -3), (-7, -7)]
+    scores = np.array(scores_of_pairs, dtype=float).ravel()
     found = blimp_results(pairs, scores)
-    assert found["paradigms"]["a"]["accuracy"] == 0.75 and found["paradigms"]["b"]["accuracy"] == 0.5
-    assert found["paradigms"]["b"]["ties"] == 2 and found["ties"] == 2 and found["pairs"] == 8
+    assert found["paradigms"]["a"]["accuracy"] == 0.75
+    assert found["paradigms"]["b"]["accuracy"] == 0.5
+    assert found["paradigms"]["b"]["ties"] == 2
+    assert found["ties"] == 2
+    assert found["pairs"] == 8
     errors = math.sqrt(0.75 * 0.25 / 4), math.sqrt(0.5 * 0.5 / 4)
     assert found["paradigms"]["a"]["standard_error"] == pytest.approx(errors[0])
-    assert found["accuracy"] == 0.625 and found["standard_error"] == pytest.approx(math.hypot(*errors) / 2)
-    assert found["phenomena"]["x"]["accuracy"] == 0.75 and found["phenomena"]["y"]["standard_error"] == errors[1]
+    assert found["accuracy"] == 0.625
+    assert found["standard_error"] == pytest.approx(math.hypot(*errors) / 2)
+    assert found["phenomena"]["x"]["accuracy"] == 0.75
+    assert found["phenomena"]["y"]["standard_error"] == errors[1]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["ours", "bert"])
 def test_the_backend_mlm_of_babylm_gives_the_same_scores(models, pairs, name):
     """The calls of its `sentence_zero_shot`, on padded rows; each token with a place in the text is masked once."""
-    place, options = str(models[name]), {"trust_remote_code": True, "revision": None}
+    place = str(models[name])
+    options = {"trust_remote_code": True, "revision": None}
     model = AutoModelForMaskedLM.from_pretrained(place, **options).eval()
     processor = AutoProcessor.from_pretrained(place, padding_side="right", **options)
     assert not hasattr(processor, "tokenizer") and processor.pad_token_id is not None
-    sentences = [row[key] for row in read_pairs(pairs)[:8] for key in ("sentence_good", "sentence_bad")]
+    sentences = sentences_in(read_pairs(pairs)[:8])
     read = [processor(text=sentence, return_offsets_mapping=True) for sentence in sentences]
-    masked = [(n, at) for n, one in enumerate(read) for at, (_, end) in enumerate(one["offset_mapping"]) if end > 0]
+    masked = []
+    for number, one in enumerate(read):
+        masked += [(number, place) for place, (_, end) in enumerate(one["offset_mapping"]) if end > 0]
     numbers, places = torch.tensor(masked).T
     rows = [torch.tensor(read[number]["input_ids"]) for number, _ in masked]
     targets = torch.stack([row[at] for row, at in zip(rows, places, strict=True)])
@@ -121,7 +138,7 @@ def test_the_backend_mlm_of_babylm_gives_the_same_scores(models, pairs, name):
 def test_minicons_gives_the_same_scores(models, pairs):
     """The field's own tool (Misra, 2022), by sums of log-probabilities."""
     scorer = pytest.importorskip("minicons.scorer", reason="minicons is not installed")
-    sentences = [row[key] for row in read_pairs(pairs) for key in ("sentence_good", "sentence_bad")]
+    sentences = sentences_in(read_pairs(pairs))
     for name in ("ours", "bert"):
         judge = scorer.MaskedLMScorer(str(models[name]), "cpu")
         judge.tokenizer.batch_encode_plus = judge.tokenizer.__call__  # Transformers 5 has only the latter
@@ -146,17 +163,19 @@ def test_only_pairs_of_its_paradigms_are_blimp(trained, tmp_path, capsys):
     released = json.loads(Path("model_cards/d2l-bert-tiny-books-10m/metrics.json").read_text())
     names = {key.partition("/")[2] for key in released if key.startswith("eval_blimp_accuracy/")}
     assert set(PHENOMENON_OF.values()) == names and len(names) == 13
-    good, bad = "Anna walked to the garden.", "Anna walk to the garden."
+    good = "Anna walked to the garden."
+    bad = "Anna walk to the garden."
     row = {"sentence_good": good, "sentence_bad": bad}
     passive = {**row, "UID": "passive_1", "linguistics_term": "argument_structure"}
-    for name, rows, is_blimp in [
+    cases = [
         ("all", [passive, {**row, "UID": "wh_island"}], True),
         ("own", [row, row], False),
         ("mixed", [passive, {**row, "UID": "own"}], False),
         ("renamed", [{**passive, "linguistics_term": "binding"}], False),
         ("more", [passive] * 1001, False),
         ("named alike", [row, row], False),
-    ]:
+    ]
+    for name, rows, is_blimp in cases:
         (tmp_path / name).mkdir()
         file = "passive_1.jsonl" if name == "named alike" else "pairs.jsonl"
         (tmp_path / name / file).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -169,5 +188,6 @@ def test_only_pairs_of_its_paradigms_are_blimp(trained, tmp_path, capsys):
         output = tmp_path / f"{name}.json"
         assert main(["evaluate", str(trained), f"--blimp={tmp_path / name}", f"--output={output}"]) == 0
         said = capsys.readouterr()
-        assert words in said.out and ("BLiMP" in said.out + said.err) == (name == "all")
+        assert words in said.out
+        assert ("BLiMP" in said.out + said.err) == (name == "all")
         assert json.loads(output.read_text())["models"][0]["blimp"]["title"] == words.partition(",")[0]

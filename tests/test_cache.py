@@ -25,7 +25,10 @@ def home(tmp_path, monkeypatch):
 
 def files_of(home, kind):
     """The files of the cache's folders of a kind."""
-    return [path for folder in (home / "d2l_bert").glob(f"{kind}-*") for path in folder.iterdir()]
+    found = []
+    for folder in (home / "d2l_bert").glob(f"{kind}-*"):
+        found += folder.iterdir()
+    return found
 
 
 def fill(path):
@@ -38,7 +41,8 @@ def cut(path):
 
 def change_unseen(path):
     """One bit, and the time of the last change as it was."""
-    content, status = bytearray(path.read_bytes()), path.stat()
+    content = bytearray(path.read_bytes())
+    status = path.stat()
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -135,7 +139,8 @@ def test_sentences_of_the_cache_that_point_nowhere_are_one_line(books, home):
     (path,) = (home / "d2l_bert").rglob("data.arrow")
     table = pa.ipc.open_file(path).read_all()
     ends = table["sentences"].chunks[0].flatten().buffers()[1]  # where each sentence ends, in bytes
-    content, place = bytearray(path.read_bytes()), path.read_bytes().index(ends.to_pybytes()[:40])
+    content = bytearray(path.read_bytes())
+    place = path.read_bytes().index(ends.to_pybytes()[:40])
     content[place + 8 : place + 12] = (2**31 - 1).to_bytes(4, "little")
     path.write_bytes(content)
     seal(path.parent)
@@ -157,7 +162,8 @@ def test_a_link_and_a_file_in_place_of_an_entry_are_replaced_and_what_they_lead_
     (tmp_path / "y").write_text("")
     for name in "xy":
         write_once(tmp_path / name, lambda folder: (folder / "whole").write_text("good"))
-        assert (tmp_path / name / "whole").read_text() == "good" and not (tmp_path / name).is_symlink()
+        assert (tmp_path / name / "whole").read_text() == "good"
+        assert not (tmp_path / name).is_symlink()
     assert (tmp_path / "other" / "whole").read_text() == "other"
 
 

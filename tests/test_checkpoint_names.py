@@ -18,13 +18,13 @@ from d2l_bert.__main__ import main
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.prepare import prepare
 from d2l_bert.training import checkpoint, processes, run_folder
-from d2l_bert.training.checkpoint import folder_name, word_marks
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data.batches import words_in
 from d2l_bert.training.data.order import EpochPairs
 from d2l_bert.training.learner import Learner
 from d2l_bert.training.log import RunLog
 from d2l_bert.training.signals import StopSignals
+from d2l_bert.training.words_seen import folder_name, word_marks
 
 
 RUN = [*SMALL, "--mixed_precision=no", "--max_steps=10", "--save_total_limit=9", "--license=mit", "--eval_steps=4"]
@@ -70,6 +70,19 @@ def test_a_run_resumed_from_a_renamed_checkpoint_and_stopped_goes_on_where_it_st
     assert weights_of(folder) == weights_of(whole)
 
 
+def evaluations(folder):
+    """The rows of a log with figures on held-out text."""
+    return [row for row in log_rows(folder) if "eval_mlm_loss" in row]
+
+
+def losses(folder):
+    """Of each row of a log, the losses and the number of skipped steps."""
+    found = []
+    for row in log_rows(folder):
+        found.append({name: row[name] for name in row if "loss" in name or name == "skipped_steps"})
+    return found
+
+
 @pytest.mark.slow
 def test_a_run_stopped_before_its_first_step_loses_none_of_those_before(whole, go_on, tmp_path, monkeypatch, capsys):
     """
@@ -86,8 +99,9 @@ def test_a_run_stopped_before_its_first_step_loses_none_of_those_before(whole, g
     (advised,) = re.findall(r"--resume_from_checkpoint (\S+)", capsys.readouterr().err)
     assert go_on(advised) == (0, 6)
     assert weights_of(folder) == weights_of(whole)
-    rows, expected = ([row for row in log_rows(place) if "eval_mlm_loss" in row] for place in (folder, whole))
-    assert rows == expected and [row["step"] for row in rows] == [4, 8, 10]
+    rows = evaluations(folder)
+    assert rows == evaluations(whole)
+    assert [row["step"] for row in rows] == [4, 8, 10]
 
 
 @pytest.mark.slow
@@ -165,9 +179,7 @@ def test_a_run_stopped_after_a_skipped_step_goes_on_to_the_bytes_of_one_that_was
         for name in ("model.safetensors", "optimizer.safetensors", "training_state.json"):
             place = f"checkpoint-{step}/{name}"
             assert (tmp_path / place).read_bytes() == (skipping / place).read_bytes(), place
-    for rows in zip(log_rows(tmp_path), log_rows(skipping), strict=True):
-        one, other = ({name: row[name] for name in row if "loss" in name or name == "skipped_steps"} for row in rows)
-        assert one == other
+    assert losses(tmp_path) == losses(skipping)
     assert read_json(tmp_path / "metrics.json")["train_skipped_steps"] == 1
 
 
@@ -191,7 +203,8 @@ def test_no_checkpoint_is_saved_by_a_signal_in_a_skipped_step(skipping, books, t
 
 def test_signals_are_caught_until_the_last_checkpoint_is_saved_and_no_longer(books, tmp_path, monkeypatch):
     """Nor while the finished folder is written and while processes part."""
-    before, seen = signal.getsignal(signal.SIGTERM), []
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
 
     def noting(name, function):
         def call(*arguments, **options):
@@ -210,7 +223,8 @@ def test_signals_are_caught_until_the_last_checkpoint_is_saved_and_no_longer(boo
 @pytest.mark.slow
 def test_a_second_interrupt_does_not_wait_for_the_step(books, tmp_path):
     """Each step takes ten seconds more; a Ctrl-C between two of them would end the run at once."""
-    said, slow = tmp_path / "said.txt", {"PROMISES_STEP_SECONDS": "10"}
+    said = tmp_path / "said.txt"
+    slow = {"PROMISES_STEP_SECONDS": "10"}
     words = ["pretrain", "--corpus", books, "--output_dir", tmp_path / "model", *LONG]
     (run,) = start(words, script="faulty.py", environment=slow, said=said)
     for words in ("step  1/40", "a second Ctrl-C"):
@@ -235,7 +249,8 @@ OPTIONS = ("--max_steps=12", "--save_steps=5", "--save_total_limit=1", "--mixed_
 
 
 def test_numbers_of_words_are_read_and_named_as_babylm_names_them():
-    assert word_marks(["500", "10k", "1_500_000", "2m", "1000M"]) == [500, 10**4, 1_500_000, 2 * 10**6, 10**9]
+    numbers = [500, 10**4, 1_500_000, 2 * 10**6, 10**9]
+    assert word_marks(["500", "10k", "1_500_000", "2m", "1000M"]) == numbers
     names = {500: "chck_500", 10**4: "chck_10k", 10**6: "chck_1M", 1_500_000: "chck_1500k", 10**9: "chck_1000M"}
     for words, name in names.items():
         assert folder_name(words) == name and word_marks([name.removeprefix("chck_")]) == [words]
@@ -252,10 +267,12 @@ def test_words_are_counted_by_each_documents_words_a_token(tmp_path):
     pairs = EpochPairs(corpus, PretrainConfig(objective="nsp"), 32).window(0, 0)
     sizes = np.diff(corpus.first_tokens(np.arange(len(corpus) + 1)))
     words_of_tokens = np.repeat(160 / sizes, sizes)
-    expected = sum(
-        words_of_tokens[pair[f"{side}_start"] : pair[f"{side}_end"]].sum() for pair in pairs for side in "ab"
-    )
-    assert (np.diff(corpus.words_before) == 160).all() and len(corpus.ids) > 1.1 * corpus.words_before[-1]
+    expected = 0
+    for pair in pairs:
+        for side in "ab":
+            expected += words_of_tokens[pair[f"{side}_start"] : pair[f"{side}_end"]].sum()
+    assert (np.diff(corpus.words_before) == 160).all()
+    assert len(corpus.ids) > 1.1 * corpus.words_before[-1]
     assert words_in(corpus, pairs) == pytest.approx(expected, rel=1e-9) and expected > 500
 
 

@@ -7,12 +7,17 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from conftest import SMALL
 
 from d2l_bert.__main__ import main, make_parser
+from d2l_bert.inference.config import EmbedConfig
 from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.evaluation.config import EvaluateConfig
+from d2l_bert.training.finetuning.config import FinetuneConfig, PredictConfig
 from d2l_bert.training.recipes import architecture_options
 
 
@@ -44,7 +49,8 @@ def test_help_names_the_common_options_and_help_all_every_one(capsys, shows_all)
         main(["pretrain", "--recipe=d2l", shows_all or "--help"])
     said = capsys.readouterr().out
     found = {name for name in names if f"--{name} " in said}
-    assert stop.value.code == 0 and (found == names if shows_all else 10 <= len(found) <= 15)
+    assert stop.value.code == 0
+    assert found == names if shows_all else 10 <= len(found) <= 15
     assert not shows_all or all(
         text in said for text in ("--hidden_dropout_prob X", "(0.2)", "(20256)", "(sentences)")
     )
@@ -64,6 +70,30 @@ def test_an_option_that_takes_a_list_may_be_given_several_times(before, option):
     argv = [*before.split(), f"--{option}", "a", "b", f"--{option}=c", f"--{option}", "d"]
     for _ in range(2):  # the values of one call do not stay for the next
         assert getattr(make_parser(argv).parse_args(argv), option) == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("change", [lambda config, given: config, lambda config, given: replace(config, **given)])
+@pytest.mark.parametrize(
+    "config_class, paths",
+    [
+        (PretrainConfig, {"corpus": ["a.txt", "b/c"], "output_dir": "out"}),
+        (FinetuneConfig, {"model": "m/n", "task": "regression", "train_file": "a.csv", "output_dir": "out"}),
+        (PredictConfig, {"output": "a/b.csv"}),
+        (EvaluateConfig, {"corpus": ["a.txt"], "output": "a/b.md", "line_scores": "a.txt"}),
+        (EmbedConfig, {"output": "a/b.npy"}),
+    ],
+)
+def test_a_path_in_an_option_is_its_string(config_class, paths, change):
+    given = {name: as_paths(value) if name != "task" else value for name, value in paths.items()}
+    config = change(config_class(**given), given)
+    for name, value in given.items():
+        setattr(config, name, value)
+    assert dataclasses.asdict(config) == dataclasses.asdict(config_class(**paths))
+    config.check_values()
+
+
+def as_paths(value):
+    return [Path(entry) for entry in value] if isinstance(value, list) else Path(value)
 
 
 def test_a_text_whose_name_is_not_utf_8_is_prepared(tmp_path):
@@ -108,7 +138,8 @@ def ours(modules):
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["no-command"], []])
 def test_help_loads_no_library_and_no_package_of_ours(tmp_path, words):
     modules, said, code = loaded(tmp_path, *words)
-    assert "d2l-bert" in said and code == (0 if words and words[0].startswith("--") else 2)
+    assert "d2l-bert" in said
+    assert code == (0 if words and words[0].startswith("--") else 2)
     assert not {"torch", "numpy", "transformers", "tokenizers", *OF_WORK} & modules
     assert ours(modules) <= OF_OPTIONS
 
@@ -141,17 +172,31 @@ def test_help_and_errors_of_a_command_load_its_options_alone(tmp_path, words, pa
         assert not {"torch", "transformers"} & modules
 
 
+@pytest.mark.parametrize("word", ["--help", "--version"])
+def test_help_of_python_m_loads_no_library_either(word):
+    command = [sys.executable, "-X", "importtime", "-m", "d2l_bert", word]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == 0 and "d2l-bert" in done.stdout and "d2l_bert.commands" in modules
+    assert not {"torch", "numpy", "transformers", "tokenizers", *OF_WORK} & modules
+    assert ours(modules) <= OF_OPTIONS
+
+
 PROGRAMS = {
     "ours first": "import d2l_bert, transformers",
     "ours last": "import transformers; from transformers import AutoModelForMaskedLM; import d2l_bert",
     "the command's module": "from d2l_bert.__main__ import main; import d2l_bert, transformers",
+    "a module that imports Transformers": "from d2l_bert.modeling import conversion; import d2l_bert, transformers",
+    "a module of the registration": "from d2l_bert import pair_tasks; import d2l_bert, transformers",
+    "a public name": "from d2l_bert import D2lBertConfig; import d2l_bert, transformers",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("imports", PROGRAMS.values(), ids=PROGRAMS)
-def test_a_program_that_imports_the_package_can_load_its_models_at_once(tmp_path, imports):
-    program = tmp_path / "program.py"
+@pytest.mark.parametrize("name", ["program.py", "d2l-bert"])
+def test_a_program_that_imports_the_package_can_load_its_models_at_once(tmp_path, name, imports):
+    program = tmp_path / name
     program.write_text(f"""
 {imports}
 import json, sys

@@ -48,8 +48,13 @@ def save(bert, folder, state):
     return str(folder)
 
 
+def convert(source, folder, way):
+    assert main(["convert", str(source), str(folder), way]) == 0
+
+
 def assert_same_outputs(first, second, shape=(2, 9)):
-    ids, segments = torch.randint(0, 60, shape), torch.randint(0, 2, shape)
+    ids = torch.randint(0, 60, shape)
+    segments = torch.randint(0, 2, shape)
     mask = torch.ones(shape, dtype=torch.long)
     mask[..., 0, -3:] = 0
     with torch.no_grad():
@@ -64,8 +69,8 @@ def test_every_head_of_stock_bert_survives_both_conversions_bit_for_bit(head, op
     labels = {} if head == "ForQuestionAnswering" else {"num_labels": 4, "classifier_dropout": 0.3}
     bert = stock(head, **options, **labels)
     bert.save_pretrained(tmp_path / "bert")
-    assert main(["convert", str(tmp_path / "bert"), str(tmp_path / "ours"), "--from", "bert"]) == 0
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "bert"]) == 0
+    convert(tmp_path / "bert", tmp_path / "ours", "--from=bert")
+    convert(tmp_path / "ours", tmp_path / "back", "--to=bert")
     ours, info = getattr(d2l_bert, f"D2lBert{head}").from_pretrained(tmp_path / "ours", output_loading_info=True)
     back, info_of_back = type(bert).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any([*info.values(), *info_of_back.values()])
@@ -98,7 +103,7 @@ def test_a_converted_checkpoint_has_the_heads_of_its_weights_whatever_its_config
     # As in the configuration of google-bert/bert-base-uncased, whose weights have both heads.
     bert.config.architectures = ["BertForMaskedLM"]
     source = save(bert, tmp_path / "bert", {**state, "bert.embeddings.position_ids": torch.arange(32)[None]})
-    assert main(["convert", source, str(tmp_path / "ours"), "--from", "bert"]) == 0
+    convert(source, tmp_path / "ours", "--from=bert")
     said = capsys.readouterr().out
     assert f"a D2lBert{becomes} " in said
     is_in_part = drop == "cls.predictions.transform.dense"  # what is left of the head is named
@@ -111,7 +116,9 @@ def test_the_decoder_bias_is_found_under_either_name(tmp_path):
     bert = stock("ForPreTraining", tie_word_embeddings=False)
     bert.cls.predictions.bias = bert.cls.predictions.decoder.bias
     for lost in ("cls.predictions.bias", "cls.predictions.decoder.bias"):
-        ours, _ = read_model(save(bert, tmp_path / lost, {n: v for n, v in bert.state_dict().items() if n != lost}))
+        state = bert.state_dict()
+        del state[lost]
+        ours, _ = read_model(save(bert, tmp_path / lost, state))
         assert_same_outputs(bert, ours)
 
 
@@ -126,7 +133,7 @@ def test_shards_old_layer_norm_names_and_half_precision_are_read(tmp_path):
         state = {name.replace(new, former): value for name, value in state.items()}
     again, _ = read_model(save(bert, tmp_path / "old", state))
     assert ours.dtype == torch.float16
-    assert all(torch.equal(again.state_dict()[name], value) for name, value in ours.state_dict().items())
+    assert_same_weights(again.state_dict(), ours.state_dict())
 
 
 @pytest.mark.parametrize("kind", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
@@ -172,7 +179,7 @@ def test_all_modules_of_a_sentence_transformer_are_copied_from_a_folder_and_from
     client.upload_folder(repo_id="someone/encoder", folder_path=source)
     ours = tmp_path / "ours"
     for start, end, way in ((source, ours, "from"), (ours, "back", "to"), ("someone/encoder", "from-hub", "from")):
-        assert main(["convert", str(start), str(tmp_path / end), f"--{way}", "bert"]) == 0
+        convert(start, tmp_path / end, f"--{way}=bert")
         assert {name: (tmp_path / end / name).read_text() for name in content} == content
 
 
@@ -181,7 +188,8 @@ def test_all_modules_of_a_sentence_transformer_are_copied_from_a_folder_and_from
 
 
 def assert_same_weights(found, expected):
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_d2ls_own_code_agrees(monkeypatch):
@@ -190,8 +198,10 @@ def test_d2ls_own_code_agrees(monkeypatch):
     sys.modules["torchvision"].transforms = sys.modules["torchvision.transforms"]
     d2l = pytest.importorskip("d2l.torch", reason="the book's own package: pip install --no-deps d2l==1.0.3")
     net = d2l.BERTModel(50, 24, 40, 4, 2, 0.2, max_len=20).eval()
-    tokens, segments = torch.randint(0, 50, (2, 20)), torch.randint(0, 2, (2, 20))
-    valid_lens, positions = torch.tensor([20, 13]), torch.tensor([[1, 2, 9], [4, 12, 1]])
+    tokens = torch.randint(0, 50, (2, 20))
+    segments = torch.randint(0, 2, (2, 20))
+    valid_lens = torch.tensor([20, 13])
+    positions = torch.tensor([[1, 2, 9], [4, 12, 1]])
     net(tokens, segments, valid_lens, positions)
     model = from_d2l(net.state_dict(), 4)
     mask = (torch.arange(20) < valid_lens[:, None]).long()
@@ -207,15 +217,18 @@ def test_older_and_wrapped_state_dicts_are_read_too(tmp_path):
     state = book_state()
     torch.save({f"module.{name}": value for name, value in state.items()}, tmp_path / "wrapped.params")
     assert_same_weights(to_d2l(from_d2l(read_d2l(tmp_path / "wrapped.params"), 3)), state)
-    with_zeros = {n: value * 0 if "attention" in n and n.endswith("bias") else value for n, value in state.items()}
-    without = {n: value for n, value in state.items() if "attention" not in n or n.endswith("weight")}
-    assert_same_weights(to_d2l(from_d2l(without, 3)), with_zeros)
+    biases = [name for name in state if "attention" in name and name.endswith("bias")]
+    with_zeros = {**state, **{name: state[name] * 0 for name in biases}}
+    for name in biases:
+        del state[name]
+    assert_same_weights(to_d2l(from_d2l(state, 3)), with_zeros)
 
 
 def test_the_books_vocabulary_becomes_a_tokenizer_with_the_same_ids(tmp_path):
     words = "a came crane driver flying he is just left the . @-@ 's <pad> <unk> <cls> <sep> <mask>".split()
     tokenizer = d2l_tokenizer(words, max_length=32)
-    first, second = "A crane is flying .", "the crane driver @-@ came unseen ."
+    first = "A crane is flying ."
+    second = "the crane driver @-@ came unseen ."
     pair = ["<cls>", *first.lower().split(), "<sep>", *second.split(), "<sep>"]
     expected = [words.index(word if word in words else "<unk>") for word in pair]
     d2l_bert.D2lBertForMaskedLM(d2l_bert.D2lBertConfig(vocab_size=len(words))).save_pretrained(tmp_path)
@@ -224,7 +237,8 @@ def test_the_books_vocabulary_becomes_a_tokenizer_with_the_same_ids(tmp_path):
     assert 'fill("Paris is the <mask> of France.")' in render_card(tmp_path)
     for each in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
         encoded = each(first, second)
-        assert encoded["input_ids"] == expected and encoded["token_type_ids"] == [0] * 7 + [1] * 8
+        assert encoded["input_ids"] == expected
+        assert encoded["token_type_ids"] == [0] * 7 + [1] * 8
         assert each.mask_token == "<mask>"
 
 
@@ -233,10 +247,13 @@ def test_the_books_vocabulary_becomes_a_tokenizer_with_the_same_ids(tmp_path):
 
 
 def changed(**changes):
-    state = book_state()
+    """The state of the book's model with other values of some weights; None: without the weight."""
+    state = dict(book_state())
     for name, value in changes.items():
         name = name.replace("__", ".")
-        state = {k: v for k, v in state.items() if k != name} | ({} if value is None else {name: value})
+        state.pop(name, None)
+        if value is not None:
+            state[name] = value
     return state
 
 
@@ -330,8 +347,10 @@ def test_a_bert_that_ours_cannot_express_or_that_does_not_fit_its_config_is_refu
     drop, config, words, tmp_path, fails
 ):
     bert = stock("ForPreTraining")
-    save(bert, tmp_path / "bert", {name: value for name, value in bert.state_dict().items() if drop not in name})
-    (tmp_path / "bert/config.json").write_text(json.dumps({**read_record(tmp_path / "bert/config.json"), **config}))
+    state = {name: value for name, value in bert.state_dict().items() if drop not in name}
+    save(bert, tmp_path / "bert", state)
+    file = tmp_path / "bert" / "config.json"
+    file.write_text(json.dumps({**read_record(file), **config}))
     said = fails("convert", tmp_path / "bert", tmp_path / "out", "--from=bert")
     assert all(word in said for word in words), said
     assert os.listdir(tmp_path) == ["bert"]
@@ -340,7 +359,7 @@ def test_a_bert_that_ours_cannot_express_or_that_does_not_fit_its_config_is_refu
 @pytest.mark.parametrize("way", ["from", "to"])
 def test_a_conversion_that_changes_what_the_model_computes_is_refused(way, tmp_path, monkeypatch, fails):
     stock("ForPreTraining").save_pretrained(tmp_path / "from")
-    assert main(["convert", str(tmp_path / "from"), str(tmp_path / "to"), "--from=bert"]) == 0
+    convert(tmp_path / "from", tmp_path / "to", "--from=bert")
     monkeypatch.setattr(D2lBertPooler, "forward", lambda self, states: self.dense(states))  # without its tanh
     assert "outputs" in fails("convert", tmp_path / way, tmp_path / "out", f"--{way}=bert")
     assert not (tmp_path / "out").exists()

@@ -48,7 +48,8 @@ def test_files_and_folders_are_read_in_order_with_a_paragraph_a_line(tmp_path):
 def test_the_identity_of_a_source_depends_on_its_content_and_not_on_its_path(tmp_path):
     write_files(tmp_path, {"here/a.txt": "Same.", "there/a.txt": "Same.", "other/a.txt": "Other."})
     here, there, other = (file_source(tmp_path / place).identity for place in ("here", "there", "other"))
-    assert here == there != other and here != file_source(tmp_path / "here", HowToRead(max_documents=2)).identity
+    assert here == there != other
+    assert here != file_source(tmp_path / "here", HowToRead(max_documents=2)).identity
 
 
 def test_links_are_followed_and_what_a_folder_leaves_out_is_said(tmp_path, caplog):
@@ -75,7 +76,8 @@ def test_a_file_without_a_suffix_is_read_unless_it_is_binary(tmp_path):
 
 def test_file_names_of_any_bytes_are_read(tmp_path):
     """Upper case in the suffix, and a name that is not UTF-8, packed or not."""
-    folder, pack = os.fsencode(tmp_path), {b"": bytes, b".gz": gzip.compress, b".ZST": packed_by_zstd}
+    folder = os.fsencode(tmp_path)
+    pack = {b"": bytes, b".gz": gzip.compress, b".ZST": packed_by_zstd}
     for end, packed in pack.items():
         for name, content in {b"TXT": b"In a file.", b"Jsonl": b'{"text": "In a row."}\n'}.items():
             Path(os.fsdecode(folder + b"/caf\xe9." + name + end)).write_bytes(packed(content))
@@ -97,7 +99,8 @@ def test_every_line_end_and_every_marked_encoding_is_read(encoding, ends, times,
     lines = LINES * times  # the pieces of a stream then end within characters and line ends
     text = "".join(f"{line}{ends[n % len(ends)]}" for n, line in enumerate(lines))
     if encoding.startswith("be"):
-        text, encoding = f"\ufeff{text}", f"utf-{encoding[3:]}-be"
+        text = f"\ufeff{text}"
+        encoding = f"utf-{encoding[3:]}-be"
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
     assert lines_of(str(tmp_path / "a.txt")) == lines
     with io.BytesIO(text.encode(encoding)) as stdin:
@@ -230,7 +233,9 @@ def test_a_dataset_in_memory_is_read_like_its_folder_and_named_by_its_content(tm
     (folder,) = config.dataset
     source = dataset_source(folder)
     assert texts(source) == [[f"Row {n}."] for n in range(2500) if n % 3]
-    assert source.name == Path(folder).name and len(source.name) < 30 and not source.is_on_hub
+    assert source.name == Path(folder).name
+    assert len(source.name) < 30
+    assert not source.is_on_hub
     # The same rows in other pieces, in another order of memory, with another format and other columns.
     pieces = datasets.concatenate_datasets([dataset.select(range(700)), dataset.select(range(700, 2500))])
     shuffled = dataset.shuffle(seed=1).sort("n").remove_columns("n").with_format("numpy")
@@ -239,7 +244,8 @@ def test_a_dataset_in_memory_is_read_like_its_folder_and_named_by_its_content(tm
     assert TextConfig(dataset=[pieces, shuffled, saved]).dataset == [folder, folder, saved]
     assert dataset_source(saved).identity[1:] == source.identity[1:]
     (other,) = TextConfig(dataset=[dataset.select(range(2499))]).dataset
-    assert other != folder and dataset_source(other).identity[1:] != source.identity[1:]
+    assert other != folder
+    assert dataset_source(other).identity[1:] != source.identity[1:]
     assert dataclasses.replace(config, vocab_size=99).dataset == [folder]
     assert PretrainConfig(validation_dataset=dataset).validation_dataset == [folder]
 
@@ -353,11 +359,10 @@ def test_two_processes_read_the_embedded_corpus_as_one_does(tmp_path, monkeypatc
     found += two
     assert found == list(python_docs(1)) and len(found) > 10
     # The documents by a plain loop over the files: the last three add none.
-    of_files = [[p for text in docstrings(file) for p in prose(text)] for file in files]
+    of_files = [list(itertools.chain(*map(prose, docstrings(file)))) for file in files]
     assert len(found) == 1 + len(list(filter(None, of_files[:-3])))
-    assert [p for document in found[1:] for p in document.paragraphs] == list(
-        dict.fromkeys(itertools.chain(*of_files))
-    )
+    paragraphs = list(itertools.chain(*(document.paragraphs for document in found[1:])))
+    assert paragraphs == list(dict.fromkeys(itertools.chain(*of_files)))
 
 
 def test_the_embedded_corpus_covers_the_packages_direct_and_indirect_requirements():

@@ -169,7 +169,8 @@ def short(command):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_and_every_block_of_python_of_a_page_runs(page, workspace, capsys):
-    text, names = (ROOT / page).read_text(), {"__name__": "__main__"}
+    text = (ROOT / page).read_text()
+    names = {"__name__": "__main__"}
     for kind, block in re.findall(r"^```(bash|python)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         if kind == "python":
             exec(compile(block.replace("max_steps=1000", "max_steps=2"), page, "exec"), names)

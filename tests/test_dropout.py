@@ -16,7 +16,8 @@ def test_dropout_drops_its_share_and_keeps_the_mean(p):
     values = modeling.Dropout(p).train()(torch.ones(count))
     deviation = math.sqrt(p * (1 - p) / count)
     assert abs(float((values == 0).float().mean()) - p) < 4 * deviation + 2**-17
-    assert abs(float(values.double().mean()) - 1) < 4 * deviation / (1 - p) and len(values.unique()) == 2
+    assert abs(float(values.double().mean()) - 1) < 4 * deviation / (1 - p)
+    assert len(values.unique()) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -29,7 +30,8 @@ def test_the_gradient_uses_the_same_mask_as_the_forward_pass(dtype):
 
 
 def test_the_dropout_operator_matches_its_declaration():
-    operator, arguments = modeling.dropout_mask, (torch.empty(0), (3, 5), 2**14)
+    operator = modeling.dropout_mask
+    arguments = (torch.empty(0), (3, 5), 2**14)
     torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -46,7 +48,9 @@ def test_a_compiled_program_draws_a_mask_for_each_dropout():
 # Transformers 5.17 has no newer name for this method.
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
 def test_gradient_checkpointing_computes_blocks_twice_and_changes_nothing(attention):
-    model, calls, found = in_training(dropout=0.1), [], []
+    model = in_training(dropout=0.1)
+    calls = []
+    found = []
     model.set_attn_implementation(attention)
     for block in model.bert.encoder.layer:
         block.attention.register_forward_pre_hook(lambda *_: calls.append(1))

@@ -19,7 +19,6 @@ from d2l_bert.__main__ import main
 from d2l_bert.inference import attention
 from d2l_bert.inference import embed as module
 from d2l_bert.inference.config import EmbedConfig
-from d2l_bert.inference.embed import embed
 from d2l_bert.messages import UserError
 from d2l_bert.modeling.conversion import save_model
 from d2l_bert.modeling.loading import load_encoder
@@ -38,28 +37,37 @@ def write_encoders(folder):
     """Folders `ours`, `stock` and `roberta` with random weights that are large enough to make a difference."""
     tokenizer = train_wordpiece([" ".join(WORDS)] * 3, min_frequency=1)
     tokenizer.model_max_length = POSITIONS
-    sizes = {**SIZES, "vocab_size": len(tokenizer), "max_position_embeddings": POSITIONS}
-    sizes.pop("intermediate_size")
-    torch.manual_seed(0)
-    models = {
-        "ours": D2lBertForPreTraining(D2lBertConfig(**sizes, intermediate_size=20, initializer_range=0.3)),
-        "stock": BertModel(BertConfig(**sizes, intermediate_size=20, initializer_range=0.3)),
-        # RoBERTa counts positions from the padding token's id + 1.
-        "roberta": RobertaModel(
-            RobertaConfig(
-                **{**sizes, "max_position_embeddings": POSITIONS + 1 + tokenizer.pad_token_id},
-                pad_token_id=tokenizer.pad_token_id,
-                type_vocab_size=1,
-                intermediate_size=20,
-                initializer_range=0.3,
-            )
-        ),
-    }
-    for name, model in models.items():
+    padding = tokenizer.pad_token_id
+    sizes = {**SIZES, "vocab_size": len(tokenizer), "initializer_range": 0.3}
+    sizes["max_position_embeddings"] = POSITIONS
+    of_roberta = {**sizes, "type_vocab_size": 1, "pad_token_id": padding}
+    of_roberta["max_position_embeddings"] = (
+        POSITIONS + padding + 1
+    )  # it counts positions from the padding token's id + 1
+    for name in ("ours", "stock", "roberta"):
         (folder / name).mkdir(parents=True)
-        save_model(model, folder / name) if name == "ours" else model.save_pretrained(folder / name)
         save_tokenizer(tokenizer, folder / name)
+    torch.manual_seed(0)
+    save_model(D2lBertForPreTraining(D2lBertConfig(**sizes)), folder / "ours")
+    BertModel(BertConfig(**sizes)).save_pretrained(folder / "stock")
+    RobertaModel(RobertaConfig(**of_roberta)).save_pretrained(folder / "roberta")
     return folder
+
+
+def embed(model, texts, **options):
+    """What `embed` says of a model and a file."""
+    return module.embed(str(model), str(texts), EmbedConfig(**options))
+
+
+def vectors_file(model, texts, file):
+    """Write the vectors of a file's texts by a model to another file; returns its path."""
+    embed(model, texts, output=str(file))
+    return file
+
+
+def write_json_lines(file, rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
 
 
 def load(folder, **options):
@@ -74,7 +82,10 @@ def encoders(tmp_path_factory):
 def make_lines(count=60, seed=0):
     """Lines of very different lengths: some empty, some longer than the model reads."""
     rng = random.Random(seed)
-    lines = [" ".join(rng.choices(WORDS, k=rng.choice([1, 2, 3, 5, 8, 13, 21, 60]))) for _ in range(count)]
+    lines = []
+    for _ in range(count):
+        length = rng.choice([1, 2, 3, 5, 8, 13, 21, 60])
+        lines.append(" ".join(rng.choices(WORDS, k=length)))
     lines[7] = ""
     lines[11] = "  "
     return lines
@@ -90,26 +101,22 @@ def texts(tmp_path_factory):
 def test_a_parquet_file_holds_each_text_beside_its_vector(encoders, texts, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "GROUP_CHARACTERS", 23 * 256)
     monkeypatch.setattr(module, "evened", None)  # which only `nearest` needs
-    embed(str(encoders / "ours"), str(texts), EmbedConfig(output=str(tmp_path / "vectors.parquet")))
-    table = pq.read_table(tmp_path / "vectors.parquet")
+    table = pq.read_table(vectors_file(encoders / "ours", texts, tmp_path / "vectors.parquet"))
     assert table["text"].to_pylist() == make_lines()
     monkeypatch.undo()  # one group, and vectors that tests/promises compares with those of sentence-transformers
-    embed(str(encoders / "ours"), str(texts), EmbedConfig(output=str(tmp_path / "vectors.npy")))
-    assert_allclose(np.array(table["vector"].to_pylist()), np.load(tmp_path / "vectors.npy"), atol=1e-5)
+    expected = np.load(vectors_file(encoders / "ours", texts, tmp_path / "vectors.npy"))
+    assert_allclose(np.array(table["vector"].to_pylist()), expected, atol=1e-5)
     assert table.schema.field("vector").type.list_size == 24
 
 
 @pytest.mark.slow
 def test_a_parquet_file_keeps_the_columns_of_a_table(encoders, tmp_path, fails, monkeypatch):
     (tmp_path / "rows.csv").write_text("id,text,note\n007,the crane,a\n008,a crane,\n")
-    embed(str(encoders / "ours"), str(tmp_path / "rows.csv"), EmbedConfig(output=str(tmp_path / "rows.parquet")))
-    table = pq.read_table(tmp_path / "rows.parquet")
-    assert table.select(["id", "text", "note"]).to_pydict() == {
-        "id": ["007", "008"],
-        "text": ["the crane", "a crane"],
-        "note": ["a", ""],
-    }
+    table = pq.read_table(vectors_file(encoders / "ours", tmp_path / "rows.csv", tmp_path / "rows.parquet"))
     assert table.column_names == ["id", "text", "note", "vector"]
+    assert table["id"].to_pylist() == ["007", "008"]
+    assert table["text"].to_pylist() == ["the crane", "a crane"]
+    assert table["note"].to_pylist() == ["a", ""]
     monkeypatch.setattr(module, "GROUP_CHARACTERS", 1)
     words = ["embed", encoders / "ours", tmp_path / "mixed.jsonl", "--output", tmp_path / "mixed.parquet"]
     for more in ('"x": "one"', '"x": 18446744073709551616', '"x": 1.5', '"x": 2, "y": 3'):
@@ -122,14 +129,16 @@ def test_what_parquet_has_no_form_for_is_said_before_any_work(cell, encoders, tm
     monkeypatch.setattr(module, "vectors_of", lambda texts, *_: pytest.fail("computed") if texts else None)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a", "meta": cell}) + "\n")
     line = fails("embed", encoders / "ours", tmp_path / "rows.jsonl", "--output", tmp_path / "out.parquet")
-    assert "has empty objects" in line and not (tmp_path / "out.parquet").exists()
+    assert "has empty objects" in line
+    assert not (tmp_path / "out.parquet").exists()
 
 
 @pytest.mark.slow
 def test_objects_with_names_of_their_own_make_no_parquet_file(encoders, tmp_path, fails):
-    rows = [{"text": "a", "x": {f"key {number}": 1}} for number in range(4097)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    line = fails("embed", encoders / "ours", tmp_path / "rows.jsonl", "--output", tmp_path / "out.parquet")
+    file = write_json_lines(
+        tmp_path / "rows.jsonl", [{"text": "a", "x": {f"key {number}": 1}} for number in range(4097)]
+    )
+    line = fails("embed", encoders / "ours", file, "--output", tmp_path / "out.parquet")
     assert "more than 4,096 names in objects" in line
 
 
@@ -139,8 +148,8 @@ VECTOR_CELLS = [[9 * 10**399], [0.5] * 23, [[0.5] * 24], [float("nan")] * 24, [1
 @pytest.mark.parametrize("cell", VECTOR_CELLS, ids=lambda cell: str(cell)[:20])
 def test_a_row_with_no_vector_of_this_model_is_named(cell, encoders, tmp_path, fails):
     rows = [{"text": "a", "vector": [0.5] * 24}, {"text": "b", "vector": cell}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    line = fails("embed", encoders / "ours", tmp_path / "rows.jsonl", "--nearest", "the crane")
+    file = write_json_lines(tmp_path / "rows.jsonl", rows)
+    line = fails("embed", encoders / "ours", file, "--nearest", "the crane")
     assert "row 2: column 'vector' holds no vectors of 24 finite numbers" in line
 
 
@@ -151,7 +160,8 @@ def nearest_shown(said):
         if line.startswith("nearest to"):
             shown.append([])
         else:
-            shown[-1].append((float(line.split()[0]), int(line.split()[2].replace(",", "")) - 1))
+            cosine, _, number, *_ = line.split()
+            shown[-1].append((float(cosine), int(number.replace(",", "")) - 1))
     return [each for each in shown if each]
 
 
@@ -161,42 +171,48 @@ def test_the_nearest_lines_are_those_of_the_largest_cosine_after_half_of_whiteni
     queries = [lines[3], "the crane"]
     (tmp_path / "lines.txt").write_text("\n".join(lines) + "\n")
     (tmp_path / "all.txt").write_text("\n".join([*lines, *queries]) + "\n")
-    embed(str(encoders / "ours"), str(tmp_path / "all.txt"), EmbedConfig(output=str(tmp_path / "all.npy")))
-    vectors = np.load(tmp_path / "all.npy").astype(np.float64)
+    vectors = np.load(vectors_file(encoders / "ours", tmp_path / "all.txt", tmp_path / "all.npy")).astype(np.float64)
     mean = vectors[: len(lines)].mean(0)
     _, values, directions = np.linalg.svd(vectors[: len(lines)] - mean, full_matrices=False)
     deviations = values / np.sqrt(len(lines) - 1)
-    even = (vectors - mean) @ directions.T / np.sqrt(np.maximum(deviations, np.sqrt(1e-3) * deviations.max()))
+    least = np.sqrt(1e-3) * deviations.max()
+    even = (vectors - mean) @ directions.T / np.sqrt(np.maximum(deviations, least))
     even /= np.linalg.norm(even, axis=1, keepdims=True)
-    shown = nearest_shown(
-        embed(str(encoders / "ours"), str(tmp_path / "lines.txt"), EmbedConfig(nearest=queries, top_k=5))
-    )
-    for found, cosines in zip(shown, even[len(lines) :] @ even[: len(lines)].T, strict=True):
-        assert [cosine for cosine, _ in found] == pytest.approx(np.sort(cosines)[::-1][:5], abs=2e-4)
-        assert [cosines[number] for _, number in found] == pytest.approx(np.sort(cosines)[::-1][:5], abs=2e-4)
+    all_cosines = even[len(lines) :] @ even[: len(lines)].T  # (queries, lines)
+    shown = nearest_shown(embed(encoders / "ours", tmp_path / "lines.txt", nearest=queries, top_k=5))
+    for found, cosines in zip(shown, all_cosines, strict=True):
+        largest = pytest.approx(np.sort(cosines)[::-1][:5], abs=2e-4)
+        assert [cosine for cosine, _ in found] == largest
+        assert [cosines[number] for _, number in found] == largest
 
 
 @pytest.mark.slow
 def test_vectors_that_were_saved_find_the_same_lines_and_are_not_computed_again(
     encoders, tmp_path, monkeypatch, fails
 ):
-    (tmp_path / "lines.txt").write_text("\n".join(make_lines(200, seed=2)) + "\n")
-    model, config = str(encoders / "ours"), EmbedConfig(nearest=["the crane"], top_k=4)
-    fresh = embed(model, str(tmp_path / "lines.txt"), config)
-    embed(model, str(tmp_path / "lines.txt"), EmbedConfig(output=str(tmp_path / "saved.parquet")))
-    computed, vectors_of = [], module.vectors_of
-    monkeypatch.setattr(
-        module, "vectors_of", lambda texts, *more: computed.append(len(texts)) or vectors_of(texts, *more)
-    )
-    assert nearest_shown(embed(model, str(tmp_path / "saved.parquet"), config)) == nearest_shown(fresh)
+    lines = tmp_path / "lines.txt"
+    lines.write_text("\n".join(make_lines(200, seed=2)) + "\n")
+    model = encoders / "ours"
+    saved = vectors_file(model, lines, tmp_path / "saved.parquet")
+    asked = {"nearest": ["the crane"], "top_k": 4}
+    fresh = embed(model, lines, **asked)
+    computed = []
+    vectors_of = module.vectors_of
+
+    def counted(texts, *more):
+        computed.append(len(texts))
+        return vectors_of(texts, *more)
+
+    monkeypatch.setattr(module, "vectors_of", counted)
+    assert nearest_shown(embed(model, saved, **asked)) == nearest_shown(fresh)
     assert computed == [1, module.COMPARED]  # the text, and some lines, by which another model is told
-    assert "another model" in fails("embed", encoders / "stock", tmp_path / "saved.parquet", "--nearest", "the crane")
-    embed(str(encoders / "stock"), str(tmp_path / "lines.txt"), EmbedConfig(output=str(tmp_path / "stock.parquet")))
-    ours, theirs = (pq.read_table(tmp_path / f"{name}.parquet") for name in ("saved", "stock"))
-    pq.write_table(pa.concat_tables([ours.slice(0, 150), theirs.slice(150)]), tmp_path / "mixed.parquet")
+    assert "another model" in fails("embed", encoders / "stock", saved, "--nearest", "the crane")
+    ours = pq.read_table(saved)
+    theirs = pq.read_table(vectors_file(encoders / "stock", lines, tmp_path / "stock.parquet"))
+    mixed = pa.concat_tables([ours.slice(0, 150), theirs.slice(150)])
+    pq.write_table(mixed, tmp_path / "mixed.parquet")
     assert "another model" in fails("embed", model, tmp_path / "mixed.parquet", "--nearest", "the crane")
-    words = ["embed", model, tmp_path / "saved.parquet", "--output", tmp_path / "again.parquet"]
-    assert "has vectors already" in fails(*words)
+    assert "has vectors already" in fails("embed", model, saved, "--output", tmp_path / "again.parquet")
     for name, rows in (
         ("a.csv", "text,vector\na,of the eye\n"),
         ("a.jsonl", '{"text": "a", "vector": [1]}\n{"text": "b"}\n'),
@@ -207,10 +223,9 @@ def test_vectors_that_were_saved_find_the_same_lines_and_are_not_computed_again(
 
 def test_equal_lines_are_equally_near(encoders, tmp_path):
     (tmp_path / "lines.txt").write_text("the crane\n" * 120)
-    (found,) = nearest_shown(
-        embed(str(encoders / "ours"), str(tmp_path / "lines.txt"), EmbedConfig(nearest=["a crane"]))
-    )
-    assert len({cosine for cosine, _ in found}) == 1 and not np.isnan(found[0][0])
+    (found,) = nearest_shown(embed(encoders / "ours", tmp_path / "lines.txt", nearest=["a crane"]))
+    assert len({cosine for cosine, _ in found}) == 1
+    assert not np.isnan(found[0][0])
 
 
 @pytest.mark.slow
@@ -221,7 +236,7 @@ def test_an_error_in_the_middle_leaves_no_file(encoders, tmp_path, monkeypatch):
     out.mkdir()
     for name in ("vectors.npy", "vectors.parquet"):
         with pytest.raises(UserError, match="late.txt: line 2,001: .*0xfc"):
-            embed(str(encoders / "ours"), str(tmp_path / "late.txt"), EmbedConfig(output=str(out / name)))
+            vectors_file(encoders / "ours", tmp_path / "late.txt", out / name)
     assert list(out.iterdir()) == []
 
 
@@ -229,14 +244,16 @@ def test_an_error_in_the_middle_leaves_no_file(encoders, tmp_path, monkeypatch):
 # `attention`: the picture of all heads, and the distance of a word's vectors in two texts
 
 
-FIRST, SECOND = "a crane is flying", "a crane driver came"
+FIRST = "a crane is flying"
+SECOND = "a crane driver came"
 
 
 @pytest.mark.parametrize("name", ["ours", "stock", "roberta"])
 def test_the_weights_of_all_heads_are_read_with_their_tokens_and_segments(encoders, name):
     model, tokenizer = load_encoder(str(encoders / name), attn_implementation="eager")
     tokens, border, weights = attention.attention_of(name, model, tokenizer, FIRST, SECOND)
-    assert tokens == ["[CLS]", *FIRST.split(), "[SEP]", *SECOND.split(), "[SEP]"] and border == 6
+    assert tokens == ["[CLS]", *FIRST.split(), "[SEP]", *SECOND.split(), "[SEP]"]
+    assert border == 6
     assert weights.shape == (2, 3, 11, 11)
     assert_allclose(weights.sum(-1), 1, atol=1e-5)
     assert weights.std() > 0.01
@@ -246,11 +263,15 @@ def test_the_weights_of_all_heads_are_read_with_their_tokens_and_segments(encode
 @pytest.mark.slow
 def test_a_token_is_drawn_in_a_font_that_has_it_and_dollars_are_text(encoders, tmp_path, monkeypatch, recwarn):
     """What no font has is said, and another character drawn; as a formula `$x_y$` is an error."""
-    fonts, installed = font_manager.fontManager, font_manager.fontManager.ttflist
+    fonts = font_manager.fontManager
+    installed = font_manager.fontManager.ttflist
     stix, dejavu = (font_manager.get_font(fonts.findfont(name)) for name in ("STIXGeneral", "DejaVu Sans"))
-    rare = next(c for c in map(chr, stix.get_charmap()) if not dejavu.get_char_index(ord(c)) and c.isprintable())
-    monkeypatch.setattr(attention, "attention_of", lambda *_: (["$x_y$", rare], 0, np.ones((1, 1, 2, 2))))
-    others = [font for font in installed if not font.name.startswith("STIX") and "matplotlib" in str(font.fname)]
+    only_in_stix = [code for code in stix.get_charmap() if not dejavu.get_char_index(code)]
+    rare = next(filter(str.isprintable, map(chr, only_in_stix)))
+    weights = np.ones((1, 1, 2, 2))
+    monkeypatch.setattr(attention, "attention_of", lambda *_: (["$x_y$", rare], 0, weights))
+    of_matplotlib = [font for font in installed if "matplotlib" in str(font.fname)]
+    others = [font for font in of_matplotlib if not font.name.startswith("STIX")]
     for drawn, known in (("\N{REPLACEMENT CHARACTER}", others), (rare, installed)):
         monkeypatch.setattr(fonts, "ttflist", known)
         figure, said = attention.attention_figure(str(encoders / "stock"), "a crane")

@@ -44,15 +44,19 @@ def test_two_processes_give_the_figures_of_one(models, evaluate, tmp_path):
     folders = [str(models[name]) for name in ("ours", "bert", "roberta")]
     options = [f"--corpus={others}", "--pppl_sentences=9", f"--blimp={pairs}", "--batch_tokens=300"]
     alone = evaluate(*folders, *options)
-    output, said = tmp_path / "two.json", tmp_path / "said.txt"
+    output = tmp_path / "two.json"
+    said = tmp_path / "said.txt"
     ranks = start(["evaluate", *folders, *options, f"--output={output}"], processes=2, said=said)
     assert end(ranks, 240) == [0, 0], said.read_text()
-    assert said.read_text().count("MLM loss") == 1 and "MLM loss" not in (tmp_path / "said.txt.1").read_text()
+    assert said.read_text().count("MLM loss") == 1
+    assert "MLM loss" not in (tmp_path / "said.txt.1").read_text()
     both = json.loads(output.read_text())
     for one, two in zip(alone["models"], both["models"], strict=True):
-        assert two["blimp"] == one["blimp"] and two["text"].keys() == one["text"].keys()
+        assert two["blimp"] == one["blimp"]
+        assert two["text"].keys() == one["text"].keys()
         for name, value in one["text"].items():
-            assert two["text"][name] == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), name
+            of_one = pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
+            assert two["text"][name] == of_one, name
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -107,13 +111,15 @@ def test_held_out_documents_are_refused_where_they_are_not_those_of_the_run(trai
     changed = tmp_path / "changed"
     shutil.copytree(trained, changed)
     record = json.loads((changed / "run_config.json").read_text())
-    for model, corpus, data, words in [
+    cases = [
         (changed, tmp_path / "other.txt", {}, "another text"),
         (tmp_path / "bare", books, {}, "no run_config.json"),
         (changed, books, {"validation": {"corpus_name": "x"}}, "validation text"),
         (changed, books, {"held_out_fingerprint": "0"}, "other documents"),
-    ]:
-        (changed / "run_config.json").write_text(json.dumps({**record, "data": {**record["data"], **data}}))
+    ]
+    for model, corpus, changes, words in cases:
+        data = {**record["data"], **changes}
+        (changed / "run_config.json").write_text(json.dumps({**record, "data": data}))
         assert main(["evaluate", str(model), f"--corpus={corpus}", "--held_out"]) == 2
         said = capsys.readouterr().err.splitlines()[-1]
         assert f"error: {model}: " in said and words in said
@@ -131,15 +137,18 @@ def test_held_out_documents_are_refused_where_they_are_not_those_of_the_run(trai
 def test_a_model_without_the_head_is_told_apart_from_a_damaged_one_with_the_commands_that_take_it(
     auto_class, command, others, trained, tmp_path, fails
 ):
-    folder, pairs = tmp_path / "other", write_pairs(tmp_path / "pairs")
-    words = [command, folder, *(["A b.", "C d."] if command == "next-sentence" else [f"--blimp={pairs}"])]
+    folder = tmp_path / "other"
+    pairs = write_pairs(tmp_path / "pairs")
+    asked = ["A b.", "C d."] if command == "next-sentence" else [f"--blimp={pairs}"]
+    words = [command, folder, *asked]
     model = auto_class.from_pretrained(trained)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(trained).save_pretrained(folder)
     (tmp_path / "lines.txt").write_text("Anna walked.\n")
     said = fails(*words)
     assert type(model).__name__ in said and "cannot be loaded" not in said
-    assert set(re.findall(r"[a-z-]+", said.partition("; ")[2])) & set(COMMANDS) == others
+    advice = said.partition("; ")[2]
+    assert set(re.findall(r"[a-z-]+", advice)) & set(COMMANDS) == others
     assert main(["embed", str(folder), str(tmp_path / "lines.txt"), "--nearest=Anna"]) == 0
     if "evaluate" in others:
         assert main(["evaluate", str(folder), f"--blimp={pairs}"]) == 0
@@ -181,7 +190,8 @@ LINES = [
 
 @pytest.fixture(scope="module")
 def reader(trained):
-    tokenizer, model = AutoTokenizer.from_pretrained(trained), AutoModelForMaskedLM.from_pretrained(trained)
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    model = AutoModelForMaskedLM.from_pretrained(trained)
     return SimpleNamespace(tokenizer=tokenizer, model=model.eval(), folder=trained)
 
 
@@ -230,7 +240,8 @@ def test_rows_of_a_table_are_scored_and_nothing_else_stands_beside_them(reader, 
     (tmp_path / "rows.csv").write_text('message\n"The valley\nwas old."\n""\n')  # an empty cell keeps its row
     options = [f"--line_scores={tmp_path / 'rows.csv'}", "--text_column=message"]
     assert main(["evaluate", str(reader.folder), *options]) == 0
-    assert [line.split("\t")[5] for line in capsys.readouterr().out.splitlines()] == ["The valley was old.", ""]
+    shown = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [row[5] for row in shown] == ["The valley was old.", ""]
     assert "one model" in fails("evaluate", reader.folder, reader.folder, *options)
     for more in (f"--output={tmp_path / 'figures.json'}", "--score=within_word_l2r"):
         assert "alone" in fails("evaluate", reader.folder, *options, more)
@@ -255,7 +266,8 @@ def test_runs_of_several_seeds_are_one_row_with_mean_and_deviation(books, tmp_pa
     table = (tmp_path / "runs.md").read_text()
     assert table in capsys.readouterr().out
     first, second = csv.DictReader((tmp_path / "runs.csv").open(newline=""))
-    assert (first["runs"], first["seeds"], second["runs"], second["seeds"]) == ("nsp", "3", "mlm", "1")
+    assert first["runs"] == "nsp" and first["seeds"] == "3"
+    assert second["runs"] == "mlm" and second["seeds"] == "1"
     models = json.loads((tmp_path / "all.json").read_text())["models"]
     assert models[3]["parameters"] == AutoModelForMaskedLM.from_pretrained(folders[3]).num_parameters()
     for column, name in {"MLM loss": "mlm_loss", "NSP accuracy": "nsp_accuracy"}.items():
@@ -266,7 +278,9 @@ def test_runs_of_several_seeds_are_one_row_with_mean_and_deviation(books, tmp_pa
     seconds = [json.loads((folder / "metrics.json").read_text())["train_seconds"] for folder in folders[:3]]
     assert float(first["minutes"]) == pytest.approx(statistics.fmean(seconds) / 60)
     header, _, *rows = table.splitlines()
-    assert header.count("|") == rows[0].count("|") == rows[1].count("|") and "(" in rows[0] and "(" not in rows[1]
+    assert header.count("|") == rows[0].count("|") == rows[1].count("|")
+    assert "(" in rows[0]
+    assert "(" not in rows[1]
 
 
 def record_of(folder, **changes):
@@ -281,7 +295,9 @@ def with_swapped_words(folder):
     """Give two words of a model's tokenizer each other's number: a tokenizer of as many tokens, and another one."""
     state = json.loads((folder / "tokenizer.json").read_text())
     vocab = state["model"]["vocab"]
-    vocab["anna"], vocab["boris"] = vocab["boris"], vocab["anna"]
+    anna = vocab["anna"]
+    vocab["anna"] = vocab["boris"]
+    vocab["boris"] = anna
     (folder / "tokenizer.json").write_text(json.dumps(state))
 
 
@@ -313,7 +329,8 @@ def test_only_runs_that_differ_in_nothing_but_their_seed_are_seeds_of_one(traine
     assert "(0.7)" in capsys.readouterr().out
     rows = list(csv.DictReader((tmp_path / "runs.csv").open(newline="")))
     assert [(row["runs"], row["seeds"]) for row in rows] == [("run", "2"), *((name, "1") for name in [*changes][2:])]
-    seen, deviation = rows[0]["words seen, millions"], rows[0]["words seen, millions, standard deviation"]
+    seen = rows[0]["words seen, millions"]
+    deviation = rows[0]["words seen, millions, standard deviation"]
     assert (float(seen), float(deviation)) == pytest.approx((0.5, math.sqrt(0.5)))
 
 

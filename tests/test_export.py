@@ -24,7 +24,8 @@ from d2l_bert.modeling.export import read_for_task
 from d2l_bert.records import read_record
 
 
-FLOAT, INT8 = "onnx/model.onnx", "onnx/model_quantized.onnx"
+FLOAT = "onnx/model.onnx"
+INT8 = "onnx/model_quantized.onnx"
 TEXTS = ["Anna walked to the garden.", "The drum was old and small and heavy. Then Hugo left."]
 PROMPT = "Anna walked to the [MASK]."
 
@@ -39,7 +40,8 @@ def run_onnx(file, encoded):
     onnxruntime = pytest.importorskip("onnxruntime")
     session = onnxruntime.InferenceSession(file)
     names = [output.name for output in session.get_outputs()]
-    values = session.run(names, {name: encoded[name].numpy() for name in [each.name for each in session.get_inputs()]})
+    given = {each.name: encoded[each.name].numpy() for each in session.get_inputs()}
+    values = session.run(names, given)
     return dict(zip(names, map(torch.from_numpy, values), strict=True))
 
 
@@ -76,15 +78,18 @@ def test_every_file_gives_the_outputs_of_the_model(task, trained, tmp_path):
     encoded = tokenizer(TEXTS, TEXTS[::-1], padding=True, return_tensors="pt")
     is_real = encoded["attention_mask"].bool()
     with torch.no_grad():
-        expected, of_stock = model(**encoded), stock(**encoded)
-    in_float, in_int8 = run_onnx(folder / FLOAT, encoded), run_onnx(folder / INT8, encoded)
+        expected = model(**encoded)
+        of_stock = stock(**encoded)
+    in_float = run_onnx(folder / FLOAT, encoded)
+    in_int8 = run_onnx(folder / INT8, encoded)
     assert list(in_float) == list(in_int8) == list(expected)
     for name in expected:
         place = is_real if expected[name].shape[:2] == is_real.shape else slice(None)
-        torch.testing.assert_close(of_stock[name][place], expected[name][place], atol=1e-5, rtol=0)
-        torch.testing.assert_close(in_float[name][place], expected[name][place], atol=1e-4, rtol=0)
-        spread = expected[name][place].std()
-        assert 0 < (in_int8[name][place] - expected[name][place]).abs().mean() < 0.2 * spread
+        values = expected[name][place]
+        torch.testing.assert_close(of_stock[name][place], values, atol=1e-5, rtol=0)
+        torch.testing.assert_close(in_float[name][place], values, atol=1e-4, rtol=0)
+        error = (in_int8[name][place] - values).abs().mean()
+        assert 0 < error < 0.2 * values.std()
     assert (folder / INT8).stat().st_size < (folder / FLOAT).stat().st_size
 
 
@@ -121,7 +126,9 @@ def test_a_model_without_the_head_of_a_task_is_refused_with_a_task_that_it_has(h
     pytest.importorskip("onnx")
     source, model, _ = saved(head, trained, tmp_path)
     said = fails("export", source, tmp_path / "out", *task)
-    assert type(model).__name__ in said and "cannot be loaded" not in said and not (tmp_path / "out").exists()
+    assert type(model).__name__ in said
+    assert "cannot be loaded" not in said
+    assert not (tmp_path / "out").exists()
     (named,) = re.findall(r"--task ([a-z-]+)", said)
     assert read_for_task(str(source), named)[-1] == named
 

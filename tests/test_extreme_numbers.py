@@ -10,7 +10,7 @@ from finetuning import rows_of
 from text_sources import write_table
 
 from d2l_bert.__main__ import main, make_parser
-from d2l_bert.commands import options_of
+from d2l_bert.commands import config_of
 from d2l_bert.inference.config import AttentionConfig, EmbedConfig
 from d2l_bert.model_cards.config import PublishConfig
 from d2l_bert.modeling.config import ExportConfig
@@ -76,7 +76,7 @@ def test_the_command_line_refuses_such_numbers_by_the_name_of_the_option(fails, 
 
 def test_a_seed_of_63_bits_is_taken_from_the_command_line():
     arguments = make_parser(["pretrain"]).parse_args(["pretrain", f"--seed={2**63 - 1}"])
-    assert options_of(arguments).seed == 2**63 - 1
+    assert config_of(arguments).seed == 2**63 - 1
 
 
 # Options whose largest number would only take long, use up the memory by its meaning, or start a thousand processes.

@@ -24,7 +24,7 @@ from d2l_bert.model_cards import card, pictures
 from d2l_bert.model_cards.figures import shown_metric
 from d2l_bert.records import read_record
 from d2l_bert.tokenization.wordpiece import save_tokenizer
-from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning import scoring
 
 
 LEFT = MODEL_FILES | {"predictions.csv", "confusion_matrix.png"}
@@ -45,8 +45,11 @@ def tuned(trained, files, tmp_path_factory):
 
 
 def test_the_card_names_the_base_model_the_data_and_the_command(tuned, trained):
-    card, record = (tuned / "README.md").read_text(), read_record(tuned / "run_config.json")
-    assert "base_model" not in card.split("---")[1] and str(trained) not in card and "confusion_matrix.png" in card
+    card = (tuned / "README.md").read_text()
+    record = read_record(tuned / "run_config.json")
+    assert "base_model" not in card.split("---")[1]
+    assert str(trained) not in card
+    assert "confusion_matrix.png" in card
     for made_of in (record["base_model"], *record["data"]["splits"].values()):
         assert f"fingerprint `{made_of['fingerprint']}`" in card
     assert f"| test accuracy | {100 * read_record(tuned / 'metrics.json')['test_accuracy']:.1f} % |" in card
@@ -62,8 +65,9 @@ def test_a_model_of_the_hub_is_recorded_with_its_commit(trained, files, here, tm
         command, env=environment(here, tmp_path, TOKEN), cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    record, (commit, *_) = read_record(tmp_path / "out" / "run_config.json"), here.commits("someone/bert")
-    assert record["base_model"]["name"] == "someone/bert" and record["base_model"]["revision"] == commit
+    commit = here.commits("someone/bert")[0]
+    base = read_record(tmp_path / "out" / "run_config.json")["base_model"]
+    assert base["name"] == "someone/bert" and base["revision"] == commit
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert (card.data.base_model, card.data.base_model_relation) == ("someone/bert", "finetune")
     assert f"someone/bert), revision `{commit}`" in card.text
@@ -92,24 +96,27 @@ def test_stock_bert_is_fine_tuned_and_published(trained, files, tmp_path, here):
 
 @pytest.mark.slow
 def test_a_saved_dataset_is_read_by_the_columns_of_a_named_task(trained, tmp_path, capsys):
-    def split(count, *labels):
-        return [{"sentence": row["text"], "label": labels[n % len(labels)]} for n, row in enumerate(rows_of(count, 0))]
+    def split(labels):
+        rows = zip(rows_of(len(labels), 0), labels, strict=True)
+        return [{"sentence": row["text"], "label": label} for row, label in rows]
 
-    splits = {"train": [*split(39, 0, 1), *split(1, -1)], "validation": split(12, 0, 1), "test": split(8, -1)}
-    data = saved(tmp_path / "saved", **splits)
+    train = split([0, 1] * 19 + [0]) + split([-1])
+    data = saved(tmp_path / "saved", train=train, validation=split([0, 1] * 6), test=split([-1] * 8))
     metrics = finetune(trained, tmp_path / "out", "--task=sst2", f"--dataset={data}", "--max_steps=2")
     shown = capsys.readouterr().err
     assert "1 row is left out: row 40: column 'label' is empty" in shown
     assert "test: 8 rows of saved, split test, without labels" in shown
     assert "validation_accuracy" in metrics and "test_accuracy" not in metrics
-    assert {row["prediction"] for row in read_csv(tmp_path / "out" / "predictions.csv")} <= {"negative", "positive"}
+    predictions = {row["prediction"] for row in read_csv(tmp_path / "out" / "predictions.csv")}
+    assert predictions <= {"negative", "positive"}
 
 
 @pytest.mark.slow
 def test_a_model_trained_in_bf16_is_measured_in_float32(trained, files, tmp_path):
     metrics = finetune(trained, tmp_path / "out", "--task=classification", *files, "--max_steps=2", "--bf16")
     table = read_csv(tmp_path / "out" / "predictions.csv")
-    assert metrics["test_accuracy"] == np.mean([row["prediction"] == row["label"] for row in table])
+    is_right = [row["prediction"] == row["label"] for row in table]
+    assert metrics["test_accuracy"] == np.mean(is_right)
     answers = pipeline("text-classification", model=str(tmp_path / "out"))([row["text"] for row in table])
     scores = [float(row["probability"]) for row in table]
     assert [answer["score"] for answer in answers] == pytest.approx(scores, abs=2e-6)
@@ -118,14 +125,16 @@ def test_a_model_trained_in_bf16_is_measured_in_float32(trained, files, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["{}/rows:default", "../secret-project/rows/"])
 def test_no_folder_above_a_data_set_is_in_any_file_of_a_run(trained, tmp_path, monkeypatch, place):
-    secret, out = tmp_path / "secret-project", tmp_path / "out"
+    secret = tmp_path / "secret-project"
+    out = tmp_path / "out"
     (secret / "rows").mkdir(parents=True)
     for split, count in (("train", 12), ("test", 6)):
         write_table(secret / "rows" / f"{split}.csv", rows_of(count, 0))
     monkeypatch.chdir(secret)
     options = ["--task=classification", f"--dataset={place.format(secret)}", "--max_steps=1", "--license=mit"]
     finetune(trained, out, *options)
-    record, shown = read_record(out / "run_config.json"), place.rstrip("/").rpartition("/")[2]
+    record = read_record(out / "run_config.json")
+    shown = place.rstrip("/").rpartition("/")[2]
     assert record["finetune"]["dataset"] == shown and record["data"]["hub_datasets"] == []
     assert record["data"]["splits"]["test"]["name"] == f"{shown}, split test"
     assert "secret-project" not in "".join(path.read_text() for path in out.glob("*.[jm][sd]*"))
@@ -136,11 +145,13 @@ def test_no_folder_above_a_data_set_is_in_any_file_of_a_run(trained, tmp_path, m
 def test_an_edited_card_keeps_its_words_when_seeds_are_added(trained, files, tmp_path, capsys):
     command = ["--task=classification", *files, "--max_steps=2", "--license=mit"]
     finetune(trained, tmp_path, *command)
-    path, again = tmp_path / "README.md", ["--resume_from_checkpoint=latest"]
+    path = tmp_path / "README.md"
+    again = ["--resume_from_checkpoint=latest"]
     path.write_text(path.read_text().replace("Bias: not measured.", "Bias: see below.") + "\nMy own words.\n")
     capsys.readouterr()
     metrics = finetune(trained, tmp_path, *command, "--num_seeds=2", *again)
-    text, said = path.read_text(), capsys.readouterr().err
+    text = path.read_text()
+    said = capsys.readouterr().err
     assert "My own words." in text and "Bias: see below." in text and "Bias: not measured." not in text
     assert "was edited" in said and "edited lines" not in said
     assert "rows, by seed" in text and f"| mean | {100 * metrics['mean']['test']['accuracy']:.1f} % |" in text
@@ -220,8 +231,10 @@ def test_rates_and_seeds_that_diverge_are_left_out(trained, tmp_path, diverging,
     diverging(1e-2, 43)
     options = ["--task=classification", *write_splits(tmp_path), "--max_steps=2", "--num_seeds=3"]
     metrics = finetune(trained, tmp_path / "out", *options, "--learning_rate", "1e-2", "1e-3")
-    assert metrics["diverged_rates"] == [1e-2] and [tried["learning_rate"] for tried in metrics["rates"]] == [1e-3]
-    assert metrics["diverged_seeds"] == [43] and [result["seed"] for result in metrics["seeds"]] == [42, 44]
+    assert metrics["diverged_rates"] == [1e-2]
+    assert [tried["learning_rate"] for tried in metrics["rates"]] == [1e-3]
+    assert metrics["diverged_seeds"] == [43]
+    assert [result["seed"] for result in metrics["seeds"]] == [42, 44]
     said = capsys.readouterr().err
     assert "rate-0.01-seed-42: the training diverged" in said and "rate-0.001-seed-43: the training diverged" in said
     diverging(42, 43, 44)
@@ -235,13 +248,16 @@ def test_rates_and_seeds_that_diverge_are_left_out(trained, tmp_path, diverging,
 
 @pytest.mark.slow
 def test_the_class_that_f1_is_of_is_named_and_the_report_has_each_class(tuned, trained, files, capsys):
-    metrics, card = read_record(tuned / "metrics.json"), (tuned / "README.md").read_text()
+    metrics = read_record(tuned / "metrics.json")
+    card = (tuned / "README.md").read_text()
     assert metrics["f1_of"] == "boris" and metrics["best_metric"] == "accuracy"
-    rows, report = read_csv(tuned / "predictions.csv"), metrics["classification_report"]["test"]
+    rows = read_csv(tuned / "predictions.csv")
+    report = metrics["classification_report"]["test"]
     for name in ("anna", "boris"):
         right = sum(row["label"] == row["prediction"] == name for row in rows)
-        both = sum((row["label"] == name) + (row["prediction"] == name) for row in rows)
-        assert report[name]["f1-score"] == pytest.approx(2 * right / both)
+        labelled = sum(row["label"] == name for row in rows)
+        predicted = sum(row["prediction"] == name for row in rows)
+        assert report[name]["f1-score"] == pytest.approx(2 * right / (labelled + predicted))
     assert report["boris"]["f1-score"] == pytest.approx(metrics["test_f1"])
     assert "| `anna` | " in card and "macro avg" not in card
     finetune(trained, tuned.parent / "short", "--task=classification", *files, "--max_steps=1")
@@ -253,30 +269,40 @@ def test_of_equal_checkpoints_that_of_the_lower_loss_is_kept(tuned):
         rows = [row for row in read_record(path)["log"] if "eval_loss" in row]
         best = max(rows, key=lambda row: (row["eval_accuracy"], -row["eval_loss"]))
         assert read_record(path)["best_step"] == best["step"]
-        assert best["step"] > min(row["step"] for row in rows if row["eval_accuracy"] == best["eval_accuracy"])
+        equally_right = [row["step"] for row in rows if row["eval_accuracy"] == best["eval_accuracy"]]
+        assert best["step"] > min(equally_right)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["regression", "multi_label_classification"])
 def test_what_a_prediction_without_the_text_reaches_stands_beside_the_figures(task, trained, tmp_path, capsys):
-    labels = {"train": [1, 2, 6], "validation": [2, 5], "test": [3, 4, 8]}
-    expected = {"mse": (0 + 1 + 25) / 3, "mae": (0 + 1 + 5) / 3}  # always 3
-    if task == "multi_label_classification":
-        labels = {
-            "train": [["a", "b"], ["a"], ["c"]],
-            "validation": [["a"], ["b"]],
-            "test": [["a", "b"], ["b"], ["a"]],
-        }
-        expected = {"f1": 2 * 2 / (3 + 4), "macro_f1": (4 / 5 + 0 + 0) / 3, "exact_match": 1 / 3}  # always a
-    rows = {split: [{"text": str(n), "label": label} for n, label in enumerate(of)] for split, of in labels.items()}
-    options = file_options(tmp_path, **rows)
+    if task == "regression":
+        train = [1, 2, 6]
+        validation = [2, 5]
+        test = [3, 4, 8]
+        # Always 3.
+        expected = {"mse": (0 + 1 + 25) / 3, "mae": (0 + 1 + 5) / 3}
+    else:
+        train = [["a", "b"], ["a"], ["c"]]
+        validation = [["a"], ["b"]]
+        test = [["a", "b"], ["b"], ["a"]]
+        # Always a.
+        macro_f1 = (4 / 5 + 0 + 0) / 3
+        expected = {"f1": 2 * 2 / (3 + 4), "macro_f1": macro_f1, "exact_match": 1 / 3}
+
+    def labelled(labels):
+        return [{"text": str(number), "label": label} for number, label in enumerate(labels)]
+
+    files = {"train": labelled(train), "validation": labelled(validation), "test": labelled(test)}
+    options = file_options(tmp_path, **files)
     known = finetune(trained, tmp_path / "out", f"--task={task}", *options, "--max_steps=1")["know_nothing"]["test"]
     assert known["figures"] == pytest.approx(expected)
-    assert f"{known['prediction']}: {list(expected)[0]} " in capsys.readouterr().out
+    metric = list(expected)[0]
+    assert f"{known['prediction']}: {metric} " in capsys.readouterr().out
     card = (tmp_path / "out" / "README.md").read_text()
     assert f'"By frequency alone" is {known["prediction"]}.' in card
-    guessed = shown_metric(list(expected)[0], list(expected.values())[0])
-    assert re.search(rf"^\| test {list(expected)[0]} \| .* \| {re.escape(guessed)} \|$", card, re.MULTILINE)
+    guessed = shown_metric(metric, expected[metric])
+    assert re.search(rf"^\| test {metric} \| .* \| {re.escape(guessed)} \|$", card, re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -313,11 +339,13 @@ def test_losses_are_means_over_labels_however_rows_are_batched(task, rows, train
     options = [f"--task={task}", *FAST[2:], "--max_seq_length=40", "--learning_rate=1e-3", "--num_train_epochs=2"]
     options += file_options(tmp_path, train=rows(21, 0), validation=rows(21, 1))
     logs = []
-    for rows_at_once, batches in ((8, 1), (2, 4)):
-        ways = {"train_batch_size": rows_at_once, "eval_batch_size": rows_at_once}
-        way = [f"--per_device_{name}={count}" for name, count in ways.items()]
-        finetune(trained, tmp_path / str(batches), *options, *way, f"--gradient_accumulation_steps={batches}")
-        logs.append(read_record(next((tmp_path / str(batches)).glob("attempts/*/result.json")))["log"])
+    for size, batches in ((8, 1), (2, 4)):
+        way = [f"--per_device_train_batch_size={size}", f"--per_device_eval_batch_size={size}"]
+        way += [f"--gradient_accumulation_steps={batches}"]
+        out = tmp_path / str(batches)
+        finetune(trained, out, *options, *way)
+        (result,) = out.glob("attempts/*/result.json")
+        logs.append(read_record(result)["log"])
     for one, other in zip(*logs, strict=True):
         for key in one.keys() & {"loss", "eval_loss"}:
             assert other[key] == pytest.approx(one[key], rel=1e-4)
@@ -329,12 +357,17 @@ def test_losses_are_means_over_labels_however_rows_are_batched(task, rows, train
 )
 @pytest.mark.filterwarnings("error")
 def test_any_name_of_a_class_can_be_drawn_and_many_classes_are_not(classes, labels, tmp_path, monkeypatch):
-    figures, savefig = [], Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *rest, **more: (figures.append(self), savefig(self, *rest, **more))
-    )
-    report = metrics.report_by_class(classes[:2], [classes[1]] * 2, classes).items()
-    assert sum(isinstance(row, dict) and "avg" not in name for name, row in report) == len(classes)
+    figures = []
+    savefig = Figure.savefig
+
+    def noted(figure, *rest, **more):
+        figures.append(figure)
+        savefig(figure, *rest, **more)
+
+    monkeypatch.setattr(Figure, "savefig", noted)
+    report = scoring.report_by_class(classes[:2], [classes[1]] * 2, classes)
+    of_classes = [name for name, row in report.items() if isinstance(row, dict) and "avg" not in name]
+    assert len(of_classes) == len(classes)
     path = tmp_path / "confusion_matrix.png"
     shown = pictures.plot_confusion(classes[:2], [classes[1]] * 2, classes, "rows of $1 or $2", path)
     if labels is None:

@@ -419,7 +419,8 @@ def test_the_head_of_another_task_is_drawn_anew(labels, trained, tmp_path):
     start = read_start(task.config, task)
     model = make_model(start.config, start.revision, task)
     assert model.classifier.weight.shape[0] == 2
-    assert 0 < model.classifier.weight.std() < 1 and (model.classifier.bias == 0).all()
+    assert 0 < model.classifier.weight.std() < 1
+    assert (model.classifier.bias == 0).all()
     assert torch.equal(model.bert.pooler.dense.weight, saved.bert.pooler.dense.weight)
 
 
@@ -458,12 +459,15 @@ def test_a_new_run_deletes_only_what_a_run_writes(finished, tmp_path):
 
 @pytest.mark.slow
 def test_a_finished_run_is_replaced_or_gets_further_seeds(finished, command, trained, fails, tmp_path):
-    folder, go_on = shutil.copytree(finished, tmp_path / "out"), "--resume_from_checkpoint=latest"
+    folder = shutil.copytree(finished, tmp_path / "out")
+    go_on = "--resume_from_checkpoint=latest"
     line = fails("finetune", trained, *command, f"--output_dir={folder}")
     assert "--resume_from_checkpoint latest" in line and "replace it with --overwrite_output_dir" in line
-    before, weights = read_record(folder / "metrics.json"), (folder / "model.safetensors").read_bytes()
+    before = read_record(folder / "metrics.json")
+    weights = (folder / "model.safetensors").read_bytes()
     metrics = finetune(trained, folder, *command, "--num_seeds=3", go_on)
-    assert metrics["seeds"][0] == before["seeds"][0] and len(metrics["seeds"]) == 3
+    assert metrics["seeds"][0] == before["seeds"][0]
+    assert len(metrics["seeds"]) == 3
     best = max(metrics["seeds"], key=lambda seed: (seed["validation"]["accuracy"], -seed["validation"]["loss"]))
     assert metrics["kept_seed"] == best["seed"]
     assert (weights == (folder / "model.safetensors").read_bytes()) == (best["seed"] == 42)

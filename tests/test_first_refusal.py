@@ -195,7 +195,8 @@ def test_of_two_errors_in_a_run_and_its_architecture_the_first_is_shown(tmp_path
     ]
 
     def refusal(error):
-        architecture, run = dict(SIZES), dict(valid)
+        architecture = dict(SIZES)
+        run = dict(valid)
         for name, value in error.items():
             of = architecture if name == "type_vocab_size" else run
             of[name] = value
@@ -293,7 +294,8 @@ def test_of_two_errors_in_rows_the_first_is_shown(tmp_path):
         rows = [{"premise": "a", "hypothesis": f"b {label}", "label": label} for label in labels]
         return refusal_of(load, write_table(tmp_path / "rows.jsonl", rows), "mnli")
 
-    mixed, own = refusal("neutral", "x", "y", "y"), refusal("x", "y", "z")
+    mixed = refusal("neutral", "x", "y", "y")
+    own = refusal("x", "y", "z")
     assert refusal("neutral", "x", "y") == mixed != own
 
 

@@ -43,13 +43,16 @@ def test_outputs_and_loss_are_those_of_stock_bert(head, attention, act):
     model.set_attn_implementation(attention)
     batch = stacked(make_rows(head))
     asked = {"output_hidden_states": True, "output_attentions": attention == "eager"}
-    expected, outputs = bert(**batch, **asked), model(**batch, **asked)
+    expected = bert(**batch, **asked)
+    outputs = model(**batch, **asked)
     expected = {name: value for name, value in expected.items() if name != "cross_attentions"}
     torch.testing.assert_close({name: outputs[name] for name in expected}, expected, atol=1e-5, rtol=1e-4)
-    usual, plain = model(**batch), model(**batch, return_dict=False)
+    usual = model(**batch)
+    plain = model(**batch, return_dict=False)
     torch.testing.assert_close(plain[:2], bert(**batch, return_dict=False)[:2], atol=1e-5, rtol=1e-4)
     model.config.return_dict = False
-    assert isinstance(model(**batch), tuple) and torch.equal(model(**batch, return_dict=True)[0], usual[0])
+    assert isinstance(model(**batch), tuple)
+    assert torch.equal(model(**batch, return_dict=True)[0], usual[0])
 
 
 @pytest.mark.parametrize(
@@ -64,7 +67,8 @@ def test_the_loss_of_a_model_in_float64_is_exact_in_float64(head, problem):
     options = {"num_labels": 3} if head in ("ForSequenceClassification", "ForTokenClassification") else {}
     if problem:
         options = {"num_labels": 1 if problem == "regression" else 3, "problem_type": problem}
-    model, batch = of_head(head, **options).double().eval(), stacked(make_rows(head))
+    model = of_head(head, **options).double().eval()
+    batch = stacked(make_rows(head))
     if problem:
         batch["labels"] = torch.rand(len(batch["input_ids"]), model.config.num_labels, dtype=torch.float64)
     weight = model.bert.encoder.layer[0].addnorm1.LayerNorm.bias
@@ -77,18 +81,24 @@ def test_the_loss_of_a_model_in_float64_is_exact_in_float64(head, problem):
         weight -= 2 * step
         less = model(**batch).loss
     assert loss.dtype == torch.float64
-    assert float((more - less) / 2e-6) == pytest.approx(float(gradient[0]), rel=1e-5, abs=1e-8)
+    difference = float((more - less) / 2e-6)
+    assert difference == pytest.approx(float(gradient[0]), rel=1e-5, abs=1e-8)
 
 
 @every_head
 def test_any_head_loads_from_any_other_and_only_missing_weights_are_new(head, tmp_path):
     of_head(head).save_pretrained(tmp_path)
-    stored = {name.removeprefix("bert."): value for name, value in load_file(tmp_path / "model.safetensors").items()}
+
+    def in_encoder(weights):
+        return {name.removeprefix("bert."): value for name, value in weights.items()}
+
+    stored = in_encoder(load_file(tmp_path / "model.safetensors"))
     for other in HEADS:
         loaded, report = getattr(d2l_bert, f"D2lBert{other}").from_pretrained(tmp_path, output_loading_info=True)
-        weights = {name.removeprefix("bert."): value for name, value in loaded.state_dict().items()}
+        weights = in_encoder(loaded.state_dict())
         missing = {name.removeprefix("bert.") for name in report.pop("missing_keys")}
-        assert missing == weights.keys() - stored.keys() and not any(report.values()), other
+        assert missing == weights.keys() - stored.keys(), other
+        assert not any(report.values()), other
         for name in weights.keys() & stored.keys():
             assert torch.equal(weights[name], stored[name]), (other, name)
 
@@ -125,7 +135,8 @@ def test_a_training_step_compiles_without_a_graph_break(backend):
 
 @pytest.mark.slow
 def test_flex_attention_equals_eager_attention_on_packed_rows():
-    model, inputs = of_head("ForPreTraining", num_hidden_layers=1, attn_implementation="eager"), PACKED
+    model = of_head("ForPreTraining", num_hidden_layers=1, attn_implementation="eager")
+    inputs = PACKED
     real = (inputs["sequence_ids"] != 0)[..., None]
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # flex attention warns if it is not compiled
@@ -133,7 +144,8 @@ def test_flex_attention_equals_eager_attention_on_packed_rows():
         model.set_attn_implementation("flex_attention")
         outputs = model(**inputs, output_hidden_states=True)
     torch.testing.assert_close(outputs.loss, expected.loss)
-    torch.testing.assert_close(outputs.hidden_states[-1] * real, expected.hidden_states[-1] * real)
+    states = outputs.hidden_states[-1]
+    torch.testing.assert_close(states * real, expected.hidden_states[-1] * real)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -142,11 +154,14 @@ def test_flex_attention_equals_eager_attention_on_packed_rows():
 
 def trained_once(head, rows, batch_size, accumulation, folder, **options):
     """Loss and gradients of one optimizer step on `rows` under Transformers' Trainer."""
-    model, gradient = of_head(head, **options), {}
+    model = of_head(head, **options)
+    gradient = {}
 
     class Catch(TrainerCallback):
         def on_pre_optimizer_step(self, *_, **__):
-            gradient.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    gradient[name] = parameter.grad.clone()
 
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -218,14 +233,18 @@ def test_a_step_without_pair_labels_trains_on_its_masked_tokens(tmp_path):
 
 def test_two_texts_are_answered_in_the_labels_of_what_the_model_was_trained_to_tell(trained, tmp_path, capsys):
     """A model of SOP, by its record, tells the order; the same probabilities as NSP's for the two labels."""
-    record, shares = read_record(trained / "run_config.json"), []
+    record = read_record(trained / "run_config.json")
+    shares = []
     for objective in ("nsp", "sop"):
         folder = tmp_path / objective
         shutil.copytree(trained, folder, ignore=shutil.ignore_patterns("checkpoint-*"))
         write_json(folder / "run_config.json", {**record, "run": {**record["run"], "objective": objective}})
         assert main(["next-sentence", str(folder), "Anna walked home.", "Hugo came."]) == 0
-        rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
-        shares.append([{name: share for share, name in rows}[label] for label in PAIR_TASKS[objective].labels])
+        shown = {}
+        for line in capsys.readouterr().out.splitlines():
+            share, name = line.split()[:2]
+            shown[name] = share
+        shares.append([shown[label] for label in PAIR_TASKS[objective].labels])
     assert shares[0] == shares[1]
 
 

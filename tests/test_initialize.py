@@ -45,7 +45,8 @@ def test_even_heads_look_back_and_odd_heads_look_ahead(model):
 
 def test_the_next_position_is_a_rotation_of_the_position_table(model):
     table = model.bert.embeddings.position_embeddings.weight.detach()
-    norms, steps = table.norm(dim=1), (table[1:] * table[:-1]).sum(1)
+    norms = table.norm(dim=1)
+    steps = (table[1:] * table[:-1]).sum(1)
     torch.testing.assert_close(norms, norms[:1].expand_as(norms))
     torch.testing.assert_close(steps, steps[:1].expand_as(steps))
     assert table.std() == pytest.approx(2 * 0.05, rel=0.05)
@@ -57,7 +58,8 @@ def test_the_initialisation_follows_its_seed_and_changes_no_other_weights(model)
     again = D2lBertForPreTraining(model.config)
     again.load_state_dict(plain.state_dict())
     look_at_neighbours(again, torch.Generator().manual_seed(1))
-    before, after = dict(plain.named_parameters()), dict(again.named_parameters())
+    before = dict(plain.named_parameters())
+    after = dict(again.named_parameters())
     touched = {name for name in before if not torch.equal(before[name], after[name])}
     first = {f"bert.encoder.layer.0.attention.{part}.weight" for part in ("query", "key", "value", "output")}
     later = {f"bert.encoder.layer.1.attention.{part}.weight" for part in ("value", "output")}
@@ -85,7 +87,8 @@ def test_embeddings_of_added_words_are_the_means_of_their_pieces(tied):
         assert min(map(len, pieces)) > 1
         means = torch.stack([before[name][parts].mean(0) for parts in pieces])
         torch.testing.assert_close(after.pop(name), torch.cat([before.pop(name), means]))
-    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in after)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in after)
     shared = model.mlm.decoder.weight is model.bert.embeddings.word_embeddings.weight
     assert shared == tied and model.bert.embeddings.word_embeddings.padding_idx == old.pad_token_id
 
@@ -94,7 +97,8 @@ def test_embeddings_of_added_words_are_the_means_of_their_pieces(tied):
 @pytest.mark.parametrize("kind", ["d2l-bert", pytest.param("stock BERT", marks=pytest.mark.slow)])
 def test_a_run_can_start_from_a_models_weights_architecture_and_tokenizer(books, trained, tmp_path, kind):
     """One step at a learning rate of almost 0 leaves the weights unchanged."""
-    source, out = shutil.copytree(trained, tmp_path / "start"), tmp_path / "out"
+    source = shutil.copytree(trained, tmp_path / "start")
+    out = tmp_path / "out"
     if kind == "stock BERT":
         source = tmp_path / "stock"
         assert main(["convert", str(trained), str(source), "--to", "bert"]) == 0

@@ -53,7 +53,7 @@ def start(tmp_path, monkeypatch):
     def started(folder=tmp_path, step=0, accelerator=None, rows=0):
         accelerator = accelerator or Accelerator(cpu=True)
         run = PretrainConfig(corpus=["a"], objective="nsp", max_steps=20)
-        return RunLog(accelerator, folder, run, ARCHITECTURE, Progress(step=step, rows=rows))
+        return RunLog(accelerator, folder, run, ARCHITECTURE, Progress(step=step), rows)
 
     return started
 
@@ -101,7 +101,8 @@ def test_speed_is_arithmetic_and_tokens_divided_by_the_time_of_training_alone(st
     assert row_of(run_log, STEP)["data_wait_share"] == 0
     speed = run_log.speed()
     assert (speed["train_seconds"], speed["train_pairs_per_second"], speed["train_tokens_per_second"]) == (6, 1.5, 30)
-    assert speed["train_padding_share"] == pytest.approx(0.25) and speed["train_data_wait_share"] == 1 / 6
+    assert speed["train_padding_share"] == pytest.approx(0.25)
+    assert speed["train_data_wait_share"] == 1 / 6
     assert speed["train_mfu"] == pytest.approx(share)
 
 
@@ -127,7 +128,8 @@ def test_evaluations_and_saves_are_no_training_time(trained, books, tmp_path, mo
     assert late.seconds > 6 * 3600
     metrics = read_record(tmp_path / "metrics.json")
     rows = [row for row in log_rows(tmp_path) if "seconds" in row]
-    assert [row["seconds"] // 60 for row in rows] == [1, 1, 1] and 180 <= metrics["train_seconds"] < 240
+    assert [row["seconds"] // 60 for row in rows] == [1, 1, 1]
+    assert 180 <= metrics["train_seconds"] < 240
     assert rows[0]["seconds_left"] == pytest.approx(120, abs=30)
     tokens = sum(row["tokens_per_second"] * row["seconds"] for row in rows)
     assert metrics["train_tokens_per_second"] == pytest.approx(tokens / metrics["train_seconds"])
@@ -188,7 +190,8 @@ def test_memory_is_the_memory_of_the_process_without_the_files_it_maps(start, tm
     run_log = start()
     before = row_of(run_log, STEP)["memory_mb"]
     mapped = np.memmap(tmp_path / "file", mode="r")
-    assert mapped.sum() == 0 and row_of(run_log, STEP)["memory_mb"] < before + 16
+    assert mapped.sum() == 0
+    assert row_of(run_log, STEP)["memory_mb"] < before + 16
     held = np.ones(64_000_000, np.uint8)
     most = row_of(run_log, STEP)["memory_mb"]
     assert most > before + held.nbytes / 1e6 - 16
@@ -222,8 +225,8 @@ def test_resuming_a_log_cut_at_any_byte_has_each_row_once_and_in_order(start, mo
     content = run_log.path.read_bytes()
     kinds = [(row["step"], kind_of(row)) for row in log_rows(run_log.path.parent)]
     assert len(set(kinds)) == len(kinds) == 6 + 3 + 1
-    ends = [size for size in range(kept, len(content) + 1) if b"\n" in content[size - 2 : size + 2]]
-    for size in [*ends, *range(kept, len(content), 37)]:
+    near_line_ends = [size for size in range(kept, len(content) + 1) if b"\n" in content[size - 2 : size + 2]]
+    for size in [*near_line_ends, *range(kept, len(content), 37)]:
         run_log.path.write_bytes(content[:size])
         made_again(start(step=4), 5, 6)
         assert run_log.path.read_bytes() == content, size
@@ -232,7 +235,8 @@ def test_resuming_a_log_cut_at_any_byte_has_each_row_once_and_in_order(start, mo
 def test_a_change_of_length_or_batch_is_an_event_before_the_first_step_of_its_stage():
     run = PretrainConfig(max_steps=100, max_seq_length=128, global_batch_size=32, objective="none")
     assert log.stage_changes(run) == {}
-    run.length_schedule, run.batch_size_schedule = ["48:0.4"], ["8:0.1"]
+    run.length_schedule = ["48:0.4"]
+    run.batch_size_schedule = ["8:0.1"]
     changes = log.stage_changes(run)
     assert {step: change["label"] for step, change in changes.items()} == {
         11: "batch 8 → 32",
@@ -261,7 +265,8 @@ def report_run(start, folder, first, last):
 def test_tensorboard_holds_the_numbers_of_the_log_and_resumed_steps_only_once(start, tmp_path):
     rows = [row for row in report_run(start, tmp_path, 1, 6) if row["step"] <= 4]
     rows += report_run(start, tmp_path, 5, 8)  # resumed from the checkpoint of step 4
-    shown, expected = EventAccumulator(str(tmp_path / "d2l-bert"), size_guidance={"scalars": 0}).Reload(), {}
+    shown = EventAccumulator(str(tmp_path / "d2l-bert"), size_guidance={"scalars": 0}).Reload()
+    expected = {}
     groups = {"train": "train", "held_out": "eval"}
     for row in rows:
         for name in row.keys() - {"step"} if kind_of(row) in groups else ():
@@ -295,7 +300,9 @@ def test_a_failing_tracker_is_reported_and_all_others_continue(caplog):
 # The operations of a training step, as PyTorch counts them, and the measured peak
 
 
-ROWS, LENGTH, PREDICTED = 5, 17, 3
+ROWS = 5
+LENGTH = 17
+PREDICTED = 3
 COUNTS = SimpleNamespace(
     tokens=ROWS * LENGTH, squared_lengths=ROWS * LENGTH**2, masked_tokens=ROWS * PREDICTED, examples=ROWS
 )
@@ -324,5 +331,6 @@ def test_the_measured_peak_is_plausible_and_leaves_the_random_number_generators_
     torch.manual_seed(3)
     state = np.random.get_state()[1].copy()
     peak = matmul_peak(torch.device("cpu"), torch.float32, seconds=0.03)
-    assert torch.equal(torch.rand(4), expected) and (np.random.get_state()[1] == state).all()
+    assert torch.equal(torch.rand(4), expected)
+    assert (np.random.get_state()[1] == state).all()
     assert 1e8 < peak < 1e15  # any CPU reaches ten times the lower limit, and no CPU the upper

@@ -9,7 +9,9 @@ from d2l_bert.training.data.masking import mask_tokens
 from d2l_bert.training.data.random_numbers import random_keys, random_numbers, random_order
 
 
-MASK, FIRST_ORDINARY, VOCAB_SIZE = 4, 5, 45
+MASK = 4
+FIRST_ORDINARY = 5
+VOCAB_SIZE = 45
 IS_CONTINUATION = np.arange(2000) >= 1000  # of the ids that `pieces` draws
 
 
@@ -20,10 +22,17 @@ def mask(tokens, candidates, rng, mlm_probability, masking="token"):
     return mask_tokens(tokens, candidates, keys, *how)
 
 
+def assert_uncorrelated(one, other):
+    """Assert that the correlation of two arrays is 0, up to four standard errors."""
+    correlation = np.corrcoef(one.ravel(), other.ravel())[0, 1]
+    assert abs(correlation) < 4 / np.sqrt(one.size)
+
+
 def assert_equally_likely(counts, trials):
     """Assert that counts are those of equally likely cases: none is more than four standard errors off."""
     expected = trials / len(counts)
-    assert np.abs(counts - expected).max() < 4 * np.sqrt(expected * (1 - 1 / len(counts)))
+    standard_error = np.sqrt(expected * (1 - 1 / len(counts)))
+    assert np.abs(counts - expected).max() < 4 * standard_error
 
 
 def test_random_tokens_are_ordinary_tokens_and_equally_likely():
@@ -41,8 +50,10 @@ def test_random_tokens_are_ordinary_tokens_and_equally_likely():
 def test_all_candidates_are_equally_likely():
     may = np.zeros((5000, 30), dtype=bool)
     may[:, [1, 2, 5, 6, 7, 10, 14, 15, 16, 17, 20, 21, 22, 25, 26, 27]] = True
-    _, chosen = mask(np.tile(np.arange(1000, 1030), (5000, 1)), may, np.random.default_rng(1), 0.25)
-    assert (chosen.sum(1) == 4).all() and not chosen[~may].any()
+    tokens = np.tile(np.arange(1000, 1030), (5000, 1))
+    _, chosen = mask(tokens, may, np.random.default_rng(1), 0.25)
+    assert (chosen.sum(1) == 4).all()
+    assert not chosen[~may].any()
     assert_equally_likely(chosen.sum(0)[may[0]], 4 * 5000)
 
 
@@ -58,29 +69,37 @@ def test_a_random_order_holds_each_number_once_and_any_part_of_it_is_found_alone
     np.testing.assert_array_equal(random_order(places, count, (1, 2)), whole[places])
     if count >= 1000:
         assert (whole == random_order(np.arange(count), count, (1, 3))).mean() < 0.01
-        assert abs(np.corrcoef(whole, np.arange(count))[0, 1]) < 4 / np.sqrt(count)
+        assert_uncorrelated(whole, np.arange(count))
 
 
 def test_the_random_numbers_are_those_of_splitmix64():
     """Compared with the first outputs for the seed 1234567, published with the algorithm."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    found = random_numbers(np.uint64(1234567), np.arange(4))
-    np.testing.assert_array_equal(found, [(number >> 11) * 2.0**-53 for number in published])
+    expected = [(number >> 11) * 2.0**-53 for number in published]
+    np.testing.assert_array_equal(random_numbers(np.uint64(1234567), np.arange(4)), expected)
 
 
 def test_the_numbers_of_neighbouring_keys_and_positions_are_uncorrelated():
-    numbers, other = (
-        random_numbers(random_keys(key, np.arange(2000))[:, None], np.arange(500)) for key in ([1, 2], [1, 3])
-    )
-    assert abs(numbers.mean() - 0.5) < 4 / np.sqrt(12 * numbers.size) and numbers.min() >= 0 and numbers.max() < 1
-    for one, another in ((numbers[1:], numbers[:-1]), (numbers[:, 1:], numbers[:, :-1]), (numbers, other)):
-        assert abs(np.corrcoef(one.ravel(), another.ravel())[0, 1]) < 4 / np.sqrt(one.size)
+
+    def numbers_of(key):
+        keys = random_keys(key, np.arange(2000))
+        return random_numbers(keys[:, None], np.arange(500))
+
+    numbers = numbers_of([1, 2])
+    other = numbers_of([1, 3])
+    assert abs(numbers.mean() - 0.5) < 4 / np.sqrt(12 * numbers.size)
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    assert_uncorrelated(numbers[1:], numbers[:-1])
+    assert_uncorrelated(numbers[:, 1:], numbers[:, :-1])
+    assert_uncorrelated(numbers, other)
 
 
 @pytest.mark.parametrize("masking", ["token", "whole_word", "span"])
 def test_a_sequences_masks_do_not_depend_on_the_rest_of_the_batch(masking):
     rng = np.random.default_rng(0)
-    tokens, keys = rng.integers(5, 2000, (40, 30)), random_keys([7], np.arange(40))
+    tokens = rng.integers(5, 2000, (40, 30))
+    keys = random_keys([7], np.arange(40))
     candidates = np.arange(30) < rng.integers(1, 31, (40, 1))
     how = (MASK, FIRST_ORDINARY, VOCAB_SIZE, 0.3, masking, np.arange(2000) >= 1000)
     masked, chosen = mask_tokens(tokens, candidates, keys, *how)
@@ -97,9 +116,10 @@ def test_a_sequences_masks_do_not_depend_on_the_rest_of_the_batch(masking):
 
 def pieces(lengths, rng):
     """Token ids of words with these numbers of pieces: first pieces are below 1000, all later ones 1000 or more."""
-    first = np.zeros(np.sum(lengths), dtype=bool)
-    first[np.cumsum(lengths) - lengths] = True
-    return np.where(first, rng.integers(5, 1000, len(first)), rng.integers(1000, 2000, len(first)))
+    count = np.sum(lengths)
+    is_first = np.zeros(count, dtype=bool)
+    is_first[np.cumsum(lengths) - lengths] = True
+    return np.where(is_first, rng.integers(5, 1000, count), rng.integers(1000, 2000, count))
 
 
 @st.composite
@@ -111,9 +131,9 @@ def texts(draw):
     if draw(st.booleans()):
         second[0] = 1500
     tokens = np.concatenate(([2], pieces(a, rng), [3], second, [3]))
-    words = np.concatenate(
-        ([-1], np.repeat(np.arange(len(a)), a), [-1], len(a) + np.repeat(np.arange(len(b)), b), [-1])
-    )
+    words_of_a = np.repeat(np.arange(len(a)), a)
+    words_of_b = len(a) + np.repeat(np.arange(len(b)), b)
+    words = np.concatenate(([-1], words_of_a, [-1], words_of_b, [-1]))
     return tokens, words, rng
 
 
@@ -125,7 +145,8 @@ def test_a_words_pieces_are_chosen_together_and_the_number_of_words_is_right(tex
     found = set(words[chosen].tolist())
     np.testing.assert_array_equal(chosen, np.isin(words, [*found]))
     assert found and -1 not in found
-    assert len(found) == 1 or abs(len(found) - probability * (words.max() + 1)) < 1
+    wanted = probability * (words.max() + 1)
+    assert len(found) == 1 or abs(len(found) - wanted) < 1
     np.testing.assert_array_equal(masked[~chosen], tokens[~chosen])
 
 
@@ -135,9 +156,12 @@ def test_spans_have_the_lengths_of_spanbert():
     tokens = rng.integers(5, 1000, (1000, 2000))
     _, chosen = mask(tokens, np.ones(tokens.shape, dtype=bool), rng, 0.1, "span")
     borders = np.diff(np.pad(chosen, ((0, 0), (1, 1))).astype(int))
-    lengths = np.nonzero(borders == -1)[1] - np.nonzero(borders == 1)[1]
+    _, starts = np.nonzero(borders == 1)
+    _, ends = np.nonzero(borders == -1)
+    lengths = ends - starts
     counts = np.bincount(lengths, minlength=12)
     wanted = 0.2 * 0.8 ** np.arange(10) / (1 - 0.8**10)
     # One span in fifty is shortened to reach the right count, or continues at the start of the sequence.
     np.testing.assert_allclose(counts[1:11] / counts.sum(), wanted, atol=0.01)
-    assert counts[11:].sum() == 0 and lengths.mean() == pytest.approx(3.8, abs=0.1)
+    assert counts[11:].sum() == 0
+    assert lengths.mean() == pytest.approx(3.8, abs=0.1)

@@ -67,7 +67,8 @@ def test_code_in_a_model_folder_is_never_run_and_the_user_is_not_asked(with_code
     for name in ("tokenizer", "model"):
         api.create_repo(f"someone/{name}")
         api.upload_folder(repo_id=f"someone/{name}", folder_path=with_code[name])
-    out, prepared = str(tmp_path / "out"), tmp_path / "prepared"
+    out = str(tmp_path / "out")
+    prepared = tmp_path / "prepared"
     assert main(["prepare", f"--corpus={books}", f"--tokenizer={trained}", f"--output_dir={prepared}"]) == 0
     for name in ("code.py", "tokenizer_config.json"):
         shutil.copy(with_code["tokenizer"] / name, prepared)
@@ -115,7 +116,9 @@ def test_code_in_a_model_folder_is_never_run_and_the_user_is_not_asked(with_code
         assert code == 2 and len(lines.splitlines()) == 1 and words in lines, (command, code, lines)
         assert "trust_remote_code" not in lines and "Do you wish" not in process.stdout
     assert codes[len(refused) :] == [0] * len(served), process.stderr
-    assert left == answers and not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
+    assert left == answers
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "out").exists()
     for folder in ("out-bert", "out-tokens"):
         assert "auto_map" not in (tmp_path / folder / "tokenizer_config.json").read_text()
 

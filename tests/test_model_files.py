@@ -101,7 +101,8 @@ def test_the_code_of_folders_with_odd_names_trains_in_one_process(tmp_path):
     model = in_training(dropout=0.3)
     save_model(model, tmp_path / "plain")
     folders = [shutil.copytree(tmp_path / "plain", tmp_path / name) for name in ODD_NAMES]
-    name, models = "modeling_d2l_bert.D2lBertForPreTraining", [model]
+    name = "modeling_d2l_bert.D2lBertForPreTraining"
+    models = [model]
     for folder in folders:
         for _ in range(2):
             model_class = get_class_from_dynamic_module(name, str(folder), force_download=True)

@@ -138,7 +138,8 @@ def test_a_card_with_plain_options_is_followed(tmp_path):
     card = CONFIGURATION.format(f"{options}\n  {CLASSES.format({'0': 'no', '1': 'yes'})}")
     write_files(tmp_path, {"set/data/a.csv": "text;label\nNA, or not;1\nB;0\n", "set/README.md": card})
     documents, splits = read_both(tmp_path / "set")
-    assert documents == [["NA, or not"], ["B"]] and splits["train"].class_names == {"label": ["no", "yes"]}
+    assert documents == [["NA, or not"], ["B"]]
+    assert splits["train"].class_names == {"label": ["no", "yes"]}
 
 
 BOMB = "a0: &a0 {x: y}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 9))

@@ -64,7 +64,8 @@ def test_the_order_of_files_and_the_paths_behind_links_follow_from_names_and_not
         )
         source = file_source(tmp_path / "t")
         identities.append((source.identity, texts(source)))
-    assert identities[0] == identities[1] and sorted(identities[0][1]) == [["1"], ["2"], ["3"], ["4"]]
+    assert identities[0] == identities[1]
+    assert sorted(identities[0][1]) == [["1"], ["2"], ["3"], ["4"]]
 
 
 @pytest.mark.slow
@@ -95,8 +96,10 @@ def test_thousands_of_sources_are_opened_at_once_and_their_names_are_short(tmp_p
     with pytest.raises(UserError, match="00000.txt is given twice"):
         open_sources(WhatToRead(paths=[*names, names[0]]), HowToRead())
     prepared = prepare(TextConfig(corpus=names[:300], vocab_size=100))
-    assert max(map(len, capsys.readouterr().err.splitlines())) < 700 and len(prepared.corpus_name) <= 200
-    assert prepared.train.source_ends[-1] == len(prepared.train) and len(prepared.train.source_ends) == 300
+    assert max(map(len, capsys.readouterr().err.splitlines())) < 700
+    assert len(prepared.corpus_name) <= 200
+    assert prepared.train.source_ends[-1] == len(prepared.train)
+    assert len(prepared.train.source_ends) == 300
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -186,12 +189,15 @@ def test_rows_with_a_column_each_are_refused_before_they_multiply(tmp_path):
 
 def test_a_header_of_many_columns_is_read_in_a_moment(tmp_path):
     names = [f"c{number}" for number in range(30_000)]
-    write_files(tmp_path, {"a.csv": ",".join(["text", *names]) + "\n" + ",".join(["a"] * 30_001) + "\n"})
+    header = ",".join(["text", *names])
+    row = ",".join(["a"] * 30_001)
+    write_files(tmp_path, {"a.csv": f"{header}\n{row}\n"})
     start = time.monotonic()
     assert lines_of(str(tmp_path / "a.csv")) == ["a"]
     with pytest.raises(UserError) as refusal:
         lines_of(str(tmp_path / "a.csv"), "nowhere")
-    assert len(str(refusal.value)) < 800 and time.monotonic() - start < 5
+    assert len(str(refusal.value)) < 800
+    assert time.monotonic() - start < 5
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -224,9 +230,12 @@ def test_rows_are_unpacked_one_by_one_where_a_file_packs_much_into_little(tmp_pa
     write_parquet(tmp_path / "usual.parquet", text=[rng.randbytes(500).hex() for _ in range(40)])
     numbers = []
     whole = pq.ParquetFile.iter_batches
-    monkeypatch.setattr(
-        pq.ParquetFile, "iter_batches", lambda table, rows, **how: numbers.append(rows) or whole(table, rows, **how)
-    )
+
+    def noted(table, rows, **how):
+        numbers.append(rows)
+        return whole(table, rows, **how)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", noted)
     for name in ("packed.parquet", "usual.parquet"):
         assert len(lines_of(str(tmp_path / name))) == 40
     assert numbers == [1, 16]

@@ -1,6 +1,7 @@
 """Optimizers agree with their papers, averages with their formula; a step that is not finite is left out."""
 
 import contextlib
+import itertools
 import math
 
 import pytest
@@ -27,11 +28,19 @@ def is_decayed(name):
 def test_adamw_steps_as_in_its_paper(setting):
     """Algorithm 2 of Loshchilov and Hutter (2017), in float64; its schedule multiplier is our learning rate."""
     model = make_model(D2lBertForPreTraining, make_config(setting))
-    rate, decay, (beta1, beta2), epsilon = 0.01, 0.3, (0.8, 0.95), 1e-3
+    rate = 0.01
+    decay = 0.3
+    beta1 = 0.8
+    beta2 = 0.95
+    epsilon = 1e-3
     optimizer = make_adamw(model.parameters(), rate, decay, (beta1, beta2), epsilon)
-    decays = torch.cat([torch.full((p.numel(),), decay * is_decayed(name)) for name, p in model.named_parameters()])
+    decays = []
+    for name, parameter in model.named_parameters():
+        decays.append(torch.full((parameter.numel(),), decay * is_decayed(name)))
+    decays = torch.cat(decays)
     theta = parameters_to_vector(model.parameters()).double()
-    m, v = torch.zeros_like(theta), torch.zeros_like(theta)
+    m = torch.zeros_like(theta)
+    v = torch.zeros_like(theta)
     for t in (1, 2, 3):
         for parameter in model.parameters():
             parameter.grad = torch.randn(parameter.shape) * 0.01
@@ -39,9 +48,12 @@ def test_adamw_steps_as_in_its_paper(setting):
         gradient = parameters_to_vector(parameter.grad for parameter in model.parameters()).double()
         m = beta1 * m + (1 - beta1) * gradient
         v = beta2 * v + (1 - beta2) * gradient**2
-        m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
-        theta = theta - rate * (m_hat / (v_hat.sqrt() + epsilon) + decays * theta)
-        torch.testing.assert_close(parameters_to_vector(model.parameters()).double(), theta, rtol=1e-5, atol=1e-7)
+        m_hat = m / (1 - beta1**t)
+        v_hat = v / (1 - beta2**t)
+        update = m_hat / (v_hat.sqrt() + epsilon)
+        theta = theta - rate * (update + decays * theta)
+        weights = parameters_to_vector(model.parameters()).double()
+        torch.testing.assert_close(weights, theta, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("model_class", [D2lBertForPreTraining, D2lBertForMaskedLM])
@@ -51,15 +63,23 @@ def test_muon_trains_the_matrices_of_the_blocks_and_adamw_all_other_parameters(m
     muon, adamw = make_optimizers(model, "muon", 0.02, 0.1, (0.8, 0.95), 1e-3)
     assert isinstance(muon, torch.optim.Muon) and isinstance(adamw, torch.optim.AdamW)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    taken = [[names[id(p)] for group in o.param_groups for p in group["params"]] for o in (muon, adamw)]
-    assert sorted(taken[0] + taken[1]) == sorted(names.values())
-    pieces = ("attention.query", "attention.key", "attention.value", "attention.output", "ffn.dense1", "ffn.dense2")
-    assert set(taken[0]) == {f"bert.encoder.layer.{n}.{piece}.weight" for n in range(2) for piece in pieces}
-    assert [group["weight_decay"] for group in muon.param_groups] == [0.1]
+
+    def names_in(group):
+        return [names[id(parameter)] for parameter in group["params"]]
+
+    (of_muon,) = muon.param_groups
+    of_adamw = list(itertools.chain.from_iterable(map(names_in, adamw.param_groups)))
+    assert sorted(names_in(of_muon) + of_adamw) == sorted(names.values())
+    matrices = set()
+    for layer in ("bert.encoder.layer.0", "bert.encoder.layer.1"):
+        matrices |= {f"{layer}.attention.{piece}.weight" for piece in ("query", "key", "value", "output")}
+        matrices |= {f"{layer}.ffn.dense1.weight", f"{layer}.ffn.dense2.weight"}
+    assert set(names_in(of_muon)) == matrices
+    assert of_muon["weight_decay"] == 0.1 and of_muon["lr"] == 0.02
     for group in adamw.param_groups:
-        assert all((group["weight_decay"] == 0.1) == is_decayed(names[id(p)]) for p in group["params"])
-        assert group["betas"] == (0.8, 0.95) and group["eps"] == 1e-3
-    assert {group["lr"] for o in (muon, adamw) for group in o.param_groups} == {0.02}
+        for name in names_in(group):
+            assert (group["weight_decay"] == 0.1) == is_decayed(name)
+        assert group["betas"] == (0.8, 0.95) and group["eps"] == 1e-3 and group["lr"] == 0.02
 
 
 def test_muon_steps_as_in_its_papers():
@@ -71,16 +91,20 @@ def test_muon_steps_as_in_its_papers():
     muon, _ = make_optimizers(make_model(D2lBertForPreTraining, make_config()), "muon", 0.02, 0.3, (0.9, 0.98), 1e-6)
     matrices = muon.param_groups[0]["params"]
     before = [matrix.detach().clone() for matrix in matrices]
-    expected, averages = [theta.clone() for theta in before], [torch.zeros_like(theta) for theta in before]
+    expected = [theta.clone() for theta in before]
+    averages = [torch.zeros_like(theta) for theta in before]
     for _ in range(3):
         for theta, average, matrix in zip(expected, averages, matrices, strict=True):
             matrix.grad = torch.randn(matrix.shape)
             average.mul_(0.95).add_(0.05 * matrix.grad)
-            u, _, v = torch.linalg.svd(0.95 * average + 0.05 * matrix.grad, full_matrices=False)
-            theta -= 0.02 * (0.2 * max(matrix.shape) ** 0.5 * u @ v + 0.3 * theta)
+            momentum = 0.95 * average + 0.05 * matrix.grad
+            u, _, v = torch.linalg.svd(momentum, full_matrices=False)
+            size = 0.2 * max(matrix.shape) ** 0.5
+            theta -= 0.02 * (size * u @ v + 0.3 * theta)
         muon.step()
     for matrix, theta, start in zip(matrices, expected, before, strict=True):
-        moved, should_move = matrix.detach() - start, theta - start
+        moved = matrix.detach() - start
+        should_move = theta - start
         assert (moved * should_move).sum() / (moved.norm() * should_move.norm()) > 0.95
         assert 0.8 < moved.norm() / should_move.norm() < 1.2
 
@@ -98,7 +122,9 @@ def test_momentum_of_a_unit_that_gets_no_gradient_any_more_ends_at_zero():
         expected = 0.95 * expected + 0.05 * weight.grad.double()
     momentum = muon.state[weight]["momentum_buffer"]
     torch.testing.assert_close(momentum.double(), expected, rtol=1e-5, atol=1e-10)
-    assert (momentum[2] == 0).all() and (expected[2] != 0).all() and weight.isfinite().all()
+    assert (momentum[2] == 0).all()
+    assert (expected[2] != 0).all()
+    assert weight.isfinite().all()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -123,8 +149,11 @@ def test_the_moving_average_equals_its_formula(setting):
         history.append(wander(model))
         average.update(step)
     kept = [min(0.5, (1 + step) / (10 + step)) for step in range(1, 13)]
-    assert kept[0] == 2 / 11 and kept[7:] == [0.5] * 5
-    shares = [math.prod(kept)] + [(1 - kept[n]) * math.prod(kept[n + 1 :]) for n in range(12)]
+    assert kept[0] == 2 / 11
+    assert kept[7:] == [0.5] * 5
+    shares = [math.prod(kept)]
+    for number, decay in enumerate(kept, 1):
+        shares.append((1 - decay) * math.prod(kept[number:]))
     expected = sum(share * weights for share, weights in zip(shares, history, strict=True))
     found = parameters_to_vector(average.averages.values()).double()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -143,7 +172,8 @@ def test_the_model_has_the_averages_inside_the_context_and_its_own_weights_after
     def bits():
         return parameters_to_vector(model.parameters()).detach().view(torch.int32)
 
-    before, averages = bits(), parameters_to_vector(average.averages.values())
+    before = bits()
+    averages = parameters_to_vector(average.averages.values())
     with error, average.in_place():
         assert torch.equal(parameters_to_vector(model.parameters()), averages)
         if setting == "bert":
@@ -161,7 +191,9 @@ def test_the_model_has_the_averages_inside_the_context_and_its_own_weights_after
 def make_learner():
     accelerator = make_accelerator("no")
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"  # so that gradients are unscaled
+    # So that gradients are unscaled.
+    accelerator.native_amp = True
+    accelerator.state._mixed_precision = "fp16"
     return Learner(accelerator, in_training(), PretrainConfig(learning_rate=1e-3, ema_decay=0.5))
 
 
@@ -174,7 +206,7 @@ def step_of(learner):
 def test_a_trial_leaves_the_scale_as_it_was():
     learner = make_learner()
     for _ in range(5):
-        learner.take_step(*step_of(learner)[:2])
+        learner.update(*step_of(learner)[:2], learning_rate=0.0)
     assert learner.accelerator.scaler.get_scale() > 1024
     learner.reset_optimizers()
     assert learner.accelerator.scaler.get_scale() == 1024
@@ -196,8 +228,9 @@ def test_a_step_whose_loss_or_gradient_is_not_finite_is_skipped_and_the_next_is_
 
     def step(number):
         """Whether the step is skipped; the weights and their moving averages after it."""
-        skipped = learner.step(number, step_of(learner), 1e-3).skipped
-        return skipped, torch.cat([of.detach().flatten() for of in (*parameters, *learner.average.averages.values())])
+        skipped = learner.train_on(step_of(learner), number, 1e-3).skipped
+        averages = learner.average.averages.values()
+        return skipped, parameters_to_vector([*parameters, *averages]).detach().clone()
 
     _, first = step(1)
     if spoilt == "loss":

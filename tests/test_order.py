@@ -40,23 +40,29 @@ def make(corpus, weights=()):
 
 def pieces_in(pairs, epoch):
     """The first sentence of each piece of an epoch's windows, and that after its last, in their order."""
-    pieces = [pairs.pieces(epoch, window) for window in range(pairs.windows(epoch))]
-    return [span for firsts, ends in pieces for span in zip(firsts, ends, strict=True)]
+    found = []
+    for window in range(pairs.window_count(epoch)):
+        found += zip(*pairs.pieces(epoch, window), strict=True)
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Stretches
 
 
-documents = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=12), min_size=1, max_size=8)
+sentence_lengths = st.lists(st.integers(1, 9), min_size=1, max_size=12)
+documents = st.lists(sentence_lengths, min_size=1, max_size=8)
 
 
 @st.composite
 def cases(draw):
     """The documents of one or two stores, as `corpus_of` takes them, and of one store where its sources end."""
     stores = draw(st.lists(documents, min_size=1, max_size=2))
+    if len(stores) == 2:
+        return stores, None
     count = len(stores[0])
-    return stores, [*sorted(draw(st.lists(st.integers(0, count), max_size=2))), count] if len(stores) == 1 else None
+    ends = draw(st.lists(st.integers(0, count), max_size=2))
+    return stores, [*sorted(ends), count]
 
 
 @pytest.mark.slow
@@ -68,7 +74,8 @@ def test_the_windows_of_an_epoch_hold_each_sentence_once(case, is_weighted, stre
         ends = corpus.first_tokens(np.append(0, corpus.source_ends))
         # With its own number of tokens as its weight, a source is read once in an epoch.
         pairs = make(corpus, np.diff(ends).tolist() if is_weighted else ())
-        found, pieces_of = [], Counter()
+        found = []
+        pieces_of = Counter()
         for first, end in pieces_in(pairs, 3):
             document = int(find(corpus.document_starts, first))
             start, stop = corpus.document_starts[document : document + 2]
@@ -76,8 +83,10 @@ def test_the_windows_of_an_epoch_hold_each_sentence_once(case, is_weighted, stre
             found += range(first, end)
             pieces_of[document] += 1
         assert sorted(found) == list(range(corpus.document_starts[-1]))
+        if is_weighted:
+            return
         sizes = np.diff(corpus.first_tokens(np.arange(len(corpus) + 1)))
-        for document, count in pieces_of.items() if not is_weighted else ():
+        for document, count in pieces_of.items():
             # Only a document that is longer than a stretch is cut, into pieces of that length.
             most = -(-sizes[document] // stretch_tokens) + 1
             assert count <= (most if sizes[document] > stretch_tokens else 1)
@@ -92,13 +101,18 @@ def test_pairs_are_taken_from_window_to_window_and_have_masks_of_their_own(corpu
     """Also after a cursor that stands behind the last pair of a window, and without a look at what is before it."""
     with small(300, 4):
         whole = make(corpus)
-        windows = [whole.window(epoch, number) for epoch in range(6) for number in range(whole.windows(epoch))]
+        windows = []
+        for epoch in range(6):
+            windows += [whole.window(epoch, number) for number in range(whole.window_count(epoch))]
         expected = np.concatenate(windows)
-        assert len(windows) == 54 and len(set(expected["key"].tolist())) == len(expected)
+        assert len(windows) == 54
+        assert len(set(expected["key"].tolist())) == len(expected)
         for start in (1700, 400, len(windows[0]), 1):
             taken, cursor = whole.take(START, start)
             np.testing.assert_array_equal(taken, expected[:start])
-            following, behind, found = make(corpus), cursor, []
+            following = make(corpus)
+            behind = cursor
+            found = []
             with mock.patch.object(following, "pieces", wraps=following.pieces) as pieces:
                 for count in (200, 5, 395):  # the second ends in the window that it begins in
                     some, behind = following.take(behind, count)
@@ -115,20 +129,27 @@ def test_pairs_are_taken_from_window_to_window_and_have_masks_of_their_own(corpu
 @pytest.mark.parametrize("share", [0, 0.2, 0.5, "as it is", 0.9, 1])
 def test_a_sentence_comes_as_often_as_the_weight_of_its_source_says(corpus, share):
     """An epoch has as many tokens as the corpus; a source has its share of them, whatever its own size is."""
-    tokens, borders = np.diff(corpus.first_tokens([0, 50, 120])), corpus.document_starts[[0, 50, 120]]
+    tokens = np.diff(corpus.first_tokens([0, 50, 120]))
+    borders = corpus.document_starts[[0, 50, 120]]
     share = tokens[1] / tokens.sum() if share == "as it is" else share
     pairs = make(corpus, weights=(3 * (1 - share), 3 * share))  # up to a common factor
-    assert min(pairs.stretches) >= order.WEIGHTED_STRETCHES
-    taken = [[one for piece in pieces_in(pairs, epoch) for one in range(*piece)] for epoch in range(5)]
+    assert min(pairs.stretch_counts) >= order.WEIGHTED_STRETCHES
+    taken = []
+    for epoch in range(5):
+        sentences = [np.arange(*piece) for piece in pieces_in(pairs, epoch)]
+        taken.append(np.concatenate(sentences))
     counts = np.array([np.bincount(found, minlength=borders[-1]) for found in taken])  # (epochs, sentences)
-    for number, often in enumerate(np.array([1 - share, share]) * tokens.sum() / tokens):
+    sentence_tokens = np.diff(corpus.sentence_starts)
+    for number, of_all in enumerate((1 - share, share)):
+        often = of_all * tokens.sum() / tokens[number]
         inside = slice(*borders[number : number + 2])
-        of_source = counts[:, inside] @ np.diff(corpus.sentence_starts)[inside]
+        of_source = counts[:, inside] @ sentence_tokens[inside]
         # An epoch takes whole stretches, each about one 32nd of the source.
         assert np.abs(of_source - often * tokens[number]).max() < tokens[number] / 16
         times = counts[:, inside].sum(0)
-        assert times.max() - times.min() <= 1 and times.mean() == pytest.approx(5 * often, abs=0.05)
-    assert taken[0] != taken[1]
+        assert times.max() - times.min() <= 1
+        assert times.mean() == pytest.approx(5 * often, abs=0.05)
+    assert taken[0].tolist() != taken[1].tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -138,7 +159,7 @@ def test_a_sentence_comes_as_often_as_the_weight_of_its_source_says(corpus, shar
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60))
 def test_packed_rows_are_full_and_hold_each_sequence_once(lengths):
     rows = packing.pack(lengths, 50)
-    assert sorted(sequence for row in rows for sequence in row) == list(range(len(lengths)))
+    assert sorted(itertools.chain.from_iterable(rows)) == list(range(len(lengths)))
     filled = sorted(sum(lengths[sequence] for sequence in row) for row in rows)
     assert filled[-1] <= 50
     assert len(filled) == 1 or filled[0] + filled[1] > 50, "two rows would fit into one"
@@ -149,11 +170,13 @@ def test_packed_rows_are_full_and_hold_each_sequence_once(lengths):
 )
 def test_the_micro_batches_of_all_ranks_hold_each_row_once_and_are_equally_many(lengths, most_tokens, world_size):
     ranks = range(min(world_size, len(lengths) + 2))
-    found = [packing.micro_batches(lengths, most_tokens, Ranks(world_size, rank)) for rank in ranks]
-    assert sorted(row for part in found for micro_batch in part for row in micro_batch) == list(range(len(lengths)))
+    found = [packing.rows_of_micro_batches(lengths, most_tokens, Ranks(world_size, rank)) for rank in ranks]
     assert len({len(part) for part in found}) == 1
-    for micro_batch in (micro_batch for part in found for micro_batch in part if len(micro_batch) > 1):
-        assert len(micro_batch) * packing.padded(max(lengths[row] for row in micro_batch)) <= most_tokens
+    micro_batches = list(itertools.chain.from_iterable(found))
+    assert sorted(itertools.chain.from_iterable(micro_batches)) == list(range(len(lengths)))
+    for micro_batch in micro_batches:
+        longest = max((lengths[row] for row in micro_batch), default=0)
+        assert len(micro_batch) <= 1 or len(micro_batch) * packing.padded(longest) <= most_tokens
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=31), st.integers(300, 20_000))
@@ -161,11 +184,16 @@ def test_a_micro_batch_ends_where_it_is_full_or_a_row_more_would_be_too_much_pad
     """Of fewer than 32 rows each is a group of its own, so that the limits hold row by row."""
 
     def tokens_and_padding(widths):
-        return max(widths) * len(widths), sum(max(widths) - width for width in widths)
+        tokens = max(widths) * len(widths)
+        return tokens, tokens - sum(widths)
+
+    def width(row):
+        """The length of a row as a multiple of 8."""
+        return -(-lengths[row] // 8) * 8
 
     most_padding = max(256, most_tokens / 32)
-    found = packing.micro_batches(lengths, most_tokens)
-    widths = [[-(-lengths[row] // 8) * 8 for row in micro_batch] for micro_batch in found]
+    found = packing.rows_of_micro_batches(lengths, most_tokens)
+    widths = [list(map(width, micro_batch)) for micro_batch in found]
     assert sum(widths, []) == sorted(sum(widths, []), reverse=True)
     for own, following in itertools.zip_longest(widths, widths[1:]):
         tokens, padding = tokens_and_padding(own)
@@ -187,8 +215,10 @@ def test_a_micro_batch_ends_where_it_is_full_or_a_row_more_would_be_too_much_pad
 def test_micro_batches_consist_of_groups_so_that_there_are_few_shapes(rows, size):
     lengths = np.random.default_rng(0).integers(3, 129, rows)
     lengths[0] = 128
-    found = packing.micro_batches(lengths, 16_384)
-    assert len(found) > 1 and all(len(micro_batch) % size == 0 for micro_batch in found[:-1])
+    found = packing.rows_of_micro_batches(lengths, 16_384)
+    assert len(found) > 1
+    assert all(len(micro_batch) % size == 0 for micro_batch in found[:-1])
     computed = sum(len(micro_batch) * packing.padded(lengths[micro_batch].max()) for micro_batch in found)
+    needed = sum(map(packing.padded, lengths))
     # Between groups at most a 32nd of a full micro-batch in each; in a group as much as its rows differ.
-    assert computed <= sum(map(packing.padded, lengths)) + len(found) * 512 + 128 * size
+    assert computed <= needed + len(found) * 512 + 128 * size

@@ -118,7 +118,8 @@ export const AutoModelForMaskedLM = AutoModelForSequenceClassification;
 def test_names_of_a_model_and_its_classes_are_text_on_the_page(tmp_path):
     labels = ["<img src=x onerror=\"document.title='run'\">", "</span><script>alert(1)</script>", "\u202e{{ 7 * 7 }}"]
     name = f"{labels[0]} ../a `b` \n {'x' * 300}"
-    exported, page = tmp_path / "exported", tmp_path / "page"
+    exported = tmp_path / "exported"
+    page = tmp_path / "page"
     for file in ("tokenizer.json", "tokenizer_config.json", INT8):
         (exported / file).parent.mkdir(parents=True, exist_ok=True)
         (exported / file).write_text("{}")
@@ -131,7 +132,8 @@ def test_names_of_a_model_and_its_classes_are_text_on_the_page(tmp_path):
     with served(page) as address, chromium() as driver:
         driver.get(address)
         wait_for(lambda: driver.find_element("id", "go").is_enabled(), [])
-        assert texts_of(driver, "h1") == [name] and driver.title == " ".join(name.split())
+        assert texts_of(driver, "h1") == [name]
+        assert driver.title == " ".join(name.split())
         driver.execute_script("document.getElementById('text').value = arguments[0]", labels[0])
         driver.find_element("id", "go").click()
         wait_for(lambda: texts_of(driver, ".token"), [])

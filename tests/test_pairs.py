@@ -23,7 +23,10 @@ from d2l_bert.training.data.pairs import (
 # Corpora whose sentences have given lengths, and the pairs made from them
 
 
-IS_NEXT, NOT_NEXT, NO_LABEL = 0, 1, -100  # as in Hugging Face's BERT; the book's labels are the opposite
+# As in Hugging Face's BERT; the book's labels are the opposite.
+IS_NEXT = 0
+NOT_NEXT = 1
+NO_LABEL = -100
 
 
 # A pair as the tests below look at it: documents, and tokens counted from the start of each document.
@@ -43,7 +46,8 @@ class Corpus:
 
     def pairs(self, pairing, max_seq_length, seed=0, **options):
         """The pairs that are made of all documents, as `IN_DOCUMENTS`."""
-        pieces, rng = (self.document_starts[:-1], self.document_starts[1:]), np.random.default_rng(seed)
+        pieces = (self.document_starts[:-1], self.document_starts[1:])
+        rng = np.random.default_rng(seed)
         pairs = made_by.lay_out(self, *pieces, rng, max_seq_length=max_seq_length, pairing=pairing, **options)
         assert pairs.dtype == PAIR
         found = np.zeros(len(pairs), dtype=IN_DOCUMENTS)
@@ -64,7 +68,8 @@ def lengths_of(pairs):
 
 def assert_balanced(labels, tosses=None):
     """Assert that half of the labels are 1, up to four standard errors."""
-    assert abs(labels.mean() - 0.5) < 4 * 0.5 / np.sqrt(tosses or len(labels))
+    standard_error = 0.5 / np.sqrt(tosses or len(labels))
+    assert abs(labels.mean() - 0.5) < 4 * standard_error
 
 
 def steady_corpus(seed=0, documents=60, sentence=3):
@@ -76,16 +81,21 @@ def steady_corpus(seed=0, documents=60, sentence=3):
 STEADY_LENGTH = 8 * 3 + SPECIALS_IN_A_PAIR  # eight sentences of the steady corpus
 
 
+def prose(rng, sentences):
+    """The lengths of the sentences of a document, which differ as those of prose."""
+    return np.maximum(2, rng.lognormal(3, 0.7, sentences)).astype(int)
+
+
 def short_documents(seed=0, documents=1200):
-    """Documents of two to four sentences, whose lengths differ as those of prose."""
+    """Documents of two to four sentences."""
     rng = np.random.default_rng(seed)
-    return Corpus([np.maximum(2, rng.lognormal(3, 0.7, rng.integers(2, 5))).astype(int) for _ in range(documents)])
+    return Corpus([prose(rng, rng.integers(2, 5)) for _ in range(documents)])
 
 
 def long_documents(seed=0, documents=120):
-    """Documents of sixty sentences, whose lengths differ as those of prose."""
+    """Documents of sixty sentences."""
     rng = np.random.default_rng(seed)
-    return Corpus([np.maximum(2, rng.lognormal(3, 0.7, 60)).astype(int) for _ in range(documents)])
+    return Corpus([prose(rng, 60) for _ in range(documents)])
 
 
 both_pairings = pytest.mark.parametrize("pairing", ["segments", "sentences"])
@@ -93,13 +103,16 @@ both_pairings = pytest.mark.parametrize("pairing", ["segments", "sentences"])
 
 @st.composite
 def corpora(draw):
-    return Corpus(draw(st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=12), min_size=1, max_size=6)))
+    lengths = st.lists(st.integers(1, 12), min_size=1, max_size=12)
+    return Corpus(draw(st.lists(lengths, min_size=1, max_size=6)))
 
 
 @st.composite
 def any_pairs(draw):
     """A corpus of any shape, its pairs for any objective, and the tokens that a pair may have."""
-    corpus, seed, capacity = draw(corpora()), draw(st.integers(0, 2**32)), draw(st.integers(5, 40))
+    corpus = draw(corpora())
+    seed = draw(st.integers(0, 2**32))
+    capacity = draw(st.integers(5, 40))
     options = {"objective": draw(st.sampled_from(["nsp", "sop"]))}
     pairing = draw(st.sampled_from(["segments", "sentences"]))
     if pairing == "segments":
@@ -130,10 +143,13 @@ def test_no_token_is_in_two_segments_and_every_pair_fits(case):
     a, b = lengths_of(pairs)
     is_pair = pairs["next_sentence_label"] != NO_LABEL
     assert (a >= 1).all() and (b[is_pair] >= 1).all()
-    assert (a + b <= np.where(b > 0, capacity, capacity + SPECIALS_IN_A_PAIR - SPECIALS_IN_A_SEGMENT)).all()
+    alone = capacity + SPECIALS_IN_A_PAIR - SPECIALS_IN_A_SEGMENT
+    assert (a + b <= np.where(b > 0, capacity, alone)).all()
     assert max(times.max() for times in covered(corpus, pairs)) <= 1
     for pair in pairs:
-        assert all(pair[f"{side}_end"] <= corpus.ends[pair[f"{side}_document"]][-1] for side in "ab")
+        for side in ("a", "b"):
+            document = pair[f"{side}_document"]
+            assert pair[f"{side}_end"] <= corpus.ends[document][-1]
 
 
 @pytest.mark.slow
@@ -169,10 +185,9 @@ def epochs_of(corpus, pairing, epochs, max_seq_length=64, **options):
 def shapes_and_labels(corpus, pairs):
     """The lengths of A and B, whether A is cut at its front and B at its back; and the labels."""
     a, b = lengths_of(pairs)
-    cuts = [
-        ~np.isin(corpus.first_tokens[pairs[f"{end[0]}_document"]] + pairs[end], corpus.sentence_starts)
-        for end in ("a_start", "b_end")
-    ]
+    front = corpus.first_tokens[pairs["a_document"]] + pairs["a_start"]
+    back = corpus.first_tokens[pairs["b_document"]] + pairs["b_end"]
+    cuts = [~np.isin(token, corpus.sentence_starts) for token in (front, back)]
     return np.stack([a, b, a + b, *cuts], 1), pairs["next_sentence_label"]
 
 
@@ -182,10 +197,15 @@ def shapes_and_labels(corpus, pairs):
 @pytest.mark.parametrize("make", [short_documents, long_documents])
 def test_lengths_and_cuts_do_not_tell_the_label(pairing, objective, make):
     """Boosted trees see the lengths of both segments and what is cut, fitted on one text and tried on another."""
-    texts = [make(seed) for seed in (1, 2)]
-    fitted, tried = (shapes_and_labels(text, epochs_of(text, pairing, 10, objective=objective)) for text in texts)
-    trees = HistGradientBoostingClassifier(random_state=0).fit(*fitted)
-    assert abs(trees.score(*tried) - 0.5) < 4 * 0.5 / np.sqrt(len(tried[1]))
+
+    def drawn(seed):
+        text = make(seed)
+        return shapes_and_labels(text, epochs_of(text, pairing, 10, objective=objective))
+
+    trees = HistGradientBoostingClassifier(random_state=0).fit(*drawn(seed=1))
+    shapes, labels = drawn(seed=2)
+    standard_error = 0.5 / np.sqrt(len(labels))
+    assert abs(trees.score(shapes, labels) - 0.5) < 4 * standard_error
 
 
 @both_pairings
@@ -225,13 +245,16 @@ def test_texts_that_end_alike_have_no_label(pairing):
     corpus = Corpus([[8, 6]] * 400)
     corpus.ids.reshape(400, 14)[::2, 8:] = np.arange(6)
     pairs = np.concatenate([corpus.pairs(pairing, 64, seed) for seed in range(20)])
-    is_alike = {side: pairs[f"{side}_document"] % 2 == 0 for side in "ab"}
+    a_is_alike = pairs["a_document"] % 2 == 0
+    b_is_alike = pairs["b_document"] % 2 == 0
     label = pairs["next_sentence_label"]
-    assert not (is_alike["a"] & is_alike["b"] & (label == NOT_NEXT)).any(), "this B is what follows A"
-    assert 0.5 < (label[is_alike["b"]] == NO_LABEL).mean() and (label[~is_alike["b"]] != NO_LABEL).mean() > 0.5
-    for of_side in is_alike.values():  # what has a label is balanced, whatever the text of either side
-        for found in (of_side, ~of_side):
-            assert_balanced(label[found & (label != NO_LABEL)])
+    has_label = label != NO_LABEL
+    assert not (a_is_alike & b_is_alike & (label == NOT_NEXT)).any(), "this B is what follows A"
+    assert has_label[b_is_alike].mean() < 0.5
+    assert has_label[~b_is_alike].mean() > 0.5
+    # What has a label is balanced, whatever the text of either side.
+    for found in (a_is_alike, ~a_is_alike, b_is_alike, ~b_is_alike):
+        assert_balanced(label[found & has_label])
 
 
 @both_pairings
@@ -258,20 +281,27 @@ def test_segments_fill_the_length_unless_their_document_ends():
 
 
 def test_every_boundary_between_a_and_b_is_equally_likely():
-    pairs = Corpus([[1] * 20_000]).pairs("segments", 8 + SPECIALS_IN_A_PAIR, short_seq_prob=0, objective="sop")
+    corpus = Corpus([[1] * 20_000])
+    pairs = corpus.pairs("segments", 8 + SPECIALS_IN_A_PAIR, short_seq_prob=0, objective="sop")
     first = np.where(pairs["next_sentence_label"] == made_by.IN_ORDER, *lengths_of(pairs))
-    counts, expected = np.bincount(first, minlength=8), len(pairs) / 7
+    counts = np.bincount(first, minlength=8)
+    expected = len(pairs) / 7
+    deviation = np.sqrt(expected * 6 / 7)
     assert counts[0] == 0 and len(counts) == 8
-    assert np.abs(counts[1:] - expected).max() < 4 * np.sqrt(expected * 6 / 7)
+    assert np.abs(counts[1:] - expected).max() < 4 * deviation
 
 
 @pytest.mark.parametrize(("probability", "tolerance"), [(0, 0), (1, 0.02), (0.1, 0.04)])
 def test_short_seq_prob_is_the_share_of_short_pairs(probability, tolerance):
     """One in 49 of the lengths drawn from 2 to 50 is the full one. Pairs at the end of a document are short anyway."""
-    corpus, length = Corpus([[1] * 500] * 40), 50 + SPECIALS_IN_A_PAIR
+    corpus = Corpus([[1] * 500] * 40)
+    length = 50 + SPECIALS_IN_A_PAIR
     pairs = corpus.pairs("segments", length, short_seq_prob=probability, objective="sop")
-    starts, ends = np.minimum(pairs["a_start"], pairs["b_start"]), np.maximum(pairs["a_end"], pairs["b_end"])
-    is_short = sum(lengths_of(pairs))[(starts > 0) & (ends < 500)] < 50
+    starts = np.minimum(pairs["a_start"], pairs["b_start"])
+    ends = np.maximum(pairs["a_end"], pairs["b_end"])
+    is_inside = (starts > 0) & (ends < 500)
+    a, b = lengths_of(pairs)
+    is_short = (a + b)[is_inside] < 50
     assert is_short.mean() == pytest.approx(probability * 48 / 49, abs=tolerance)
 
 
@@ -286,13 +316,20 @@ def test_sentences_pair_up_and_none_is_left_out(corpus, seed):
     pairs = labelled(corpus.pairs("sentences", UNTRUNCATED, seed, objective="sop"))
     for document, ends in enumerate(corpus.ends):
         mine = pairs[pairs["a_document"] == document]
-        spans = sorted((int(pair[f"{side}_start"]), int(pair[f"{side}_end"])) for pair in mine for side in ("a", "b"))
+        segments_a = zip(mine["a_start"], mine["a_end"], strict=True)
+        segments_b = zip(mine["b_start"], mine["b_end"], strict=True)
+        spans = sorted([*segments_a, *segments_b])
         if len(ends) == 1:
             assert not spans
             continue
-        assert [start for start, _ in spans] == [0, *(end for _, end in spans[:-1])] and spans[-1][1] == ends[-1]
-        counts = np.diff([0, *(np.searchsorted(ends, end) + 1 for _, end in spans)])  # the sentences of each segment
-        assert (counts[1:-1] == 1).all() and (counts <= 2).all(), "only the first and the last take one more"
+        starts = [start for start, _ in spans]
+        stops = [stop for _, stop in spans]
+        assert starts == [0, *stops[:-1]]
+        assert stops[-1] == ends[-1]
+        sentences_before = np.searchsorted(ends, stops) + 1
+        counts = np.diff(sentences_before, prepend=0)  # the sentences of each segment
+        assert (counts[1:-1] == 1).all(), "only the first and the last take one more"
+        assert (counts <= 2).all()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -305,7 +342,9 @@ def test_ordered_and_swapped_segments_are_neighbours_and_balanced(pairing):
     in_order = pairs["next_sentence_label"] == made_by.IN_ORDER
     assert (pairs["a_document"] == pairs["b_document"]).all()
     # A sentence that is left over joins the last pair of its document, which is then truncated by its three tokens.
-    between = np.where(in_order, pairs["b_start"] - pairs["a_end"], pairs["a_start"] - pairs["b_end"])
+    after_a = pairs["b_start"] - pairs["a_end"]
+    after_b = pairs["a_start"] - pairs["b_end"]
+    between = np.where(in_order, after_a, after_b)
     assert (between >= 0).all() and (between <= 3).all()
     assert_balanced(in_order)
 
@@ -320,7 +359,10 @@ def test_single_segments_cover_every_document_exactly_once(pairing, corpus, capa
     assert sizes.min() >= 1 and sizes.max() <= capacity and not of_b.any()
     for document, ends in enumerate(corpus.ends):
         mine = pairs[pairs["a_document"] == document]
-        assert mine["a_start"].tolist() == [0, *mine["a_end"][:-1].tolist()] and mine["a_end"][-1] == ends[-1]
+        starts = mine["a_start"].tolist()
+        stops = mine["a_end"].tolist()
+        assert starts == [0, *stops[:-1]]
+        assert stops[-1] == ends[-1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -331,9 +373,12 @@ def pairs_of(count, seed):
     """Pairs of two sentences of 9 random tokens each, with random labels; every fifth has no label."""
     rng = np.random.default_rng(seed)
     pairs = np.zeros(count, dtype=PAIR)
-    for number, name in enumerate(("a_start", "a_end", "b_start", "b_end")):
-        pairs[name] = np.arange(count) * 20 + (0, 9, 10, 19)[number]
-    pairs["next_sentence_label"] = np.where(np.arange(count) % 5, rng.integers(0, 2, count), NO_LABEL)
+    numbers = np.arange(count)
+    for name, place in (("a_start", 0), ("a_end", 9), ("b_start", 10), ("b_end", 19)):
+        pairs[name] = numbers * 20 + place
+    labels = rng.integers(0, 2, count)
+    labels[::5] = NO_LABEL
+    pairs["next_sentence_label"] = labels
     return pairs, rng.integers(10, 300, 20 * count)
 
 

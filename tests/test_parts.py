@@ -1,5 +1,6 @@
 """Prepared folders and their parts, which are one corpus or are refused; validation texts; copies in two texts."""
 
+import dataclasses
 import itertools
 import shutil
 
@@ -46,9 +47,19 @@ def parts(texts, tmp_path_factory):
     return prepare_parts(tmp_path_factory.mktemp("parts"), texts)
 
 
+def documents_in(corpus):
+    """The token ids of each document."""
+    return [tokens_of(corpus, number) for number in range(len(corpus))]
+
+
 def documents(text):
     """The token ids of each document, those to train on and those that are held out."""
-    return [[tokens_of(corpus, number) for number in range(len(corpus))] for corpus in (text.train, text.held_out)]
+    return documents_in(text.train), documents_in(text.held_out)
+
+
+def prepared(*corpus, **options):
+    """What is prepared of files and folders."""
+    return prepare(TextConfig(corpus=list(map(str, corpus)), **options))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -57,12 +68,14 @@ def documents(text):
 
 @pytest.mark.slow
 def test_parts_hold_the_documents_and_tokens_of_their_texts_in_order(parts, texts):
-    together, each = prepare(TextConfig(corpus=parts)), [prepare(TextConfig(corpus=[part])) for part in parts]
+    together = prepared(*parts)
+    each = [prepared(part) for part in parts]
     whole = prepare(TextConfig(corpus=list(map(str, texts))), load_tokenizer(parts[0]))
-    (train, held_out), of_whole = documents(together), documents(whole)
-    assert sorted(train + held_out) == sorted(itertools.chain(*of_whole)) and len(train + held_out) == PARTS * 24
+    train, held_out = documents(together)
+    assert sorted(train + held_out) == sorted(itertools.chain(*documents(whole)))
+    assert len(train + held_out) == PARTS * 24
     # Each part holds out some of its own documents, and the order within each is that of the text.
-    assert train == [ids for part in each for ids in documents(part)[0]]
+    assert train == list(itertools.chain.from_iterable(documents_in(part.train) for part in each))
     assert together.train.source_ends == list(itertools.accumulate(len(part.train) for part in each))
     assert (together.text_fingerprint, together.reading) == (whole.text_fingerprint, whole.reading)
     for name in ("characters", "unknown_characters", "dropped_marks"):
@@ -75,22 +88,28 @@ def test_parts_are_joined_in_their_order_with_their_languages_and_datasets(texts
     folders = []
     for name, text in (("de", texts[0]), ("en", texts[1])):
         part = prepare(TextConfig(corpus=[str(text)], language=name), load_tokenizer(parts[0]))
-        part.hub_datasets = [name, "both"]
+        part = dataclasses.replace(part, hub_datasets=[name, "both"])
         folders.append(str(tmp_path / name))
         (tmp_path / name).mkdir()
         write_prepared_folder(part, tmp_path / name)
-    one, other = (prepare(TextConfig(corpus=some)) for some in (folders, folders[::-1]))
+    one = prepared(*folders)
+    other = prepared(*reversed(folders))
     assert one.token_options["language"] == "de, en" and one.hub_datasets == ["de", "both", "en"]
-    assert one.train.source_ends[0] + other.train.source_ends[0] == len(one.train) == len(other.train)
-    assert documents(one)[0][: one.train.source_ends[0]] == documents(other)[0][other.train.source_ends[0] :]
+    of_the_first = one.train.source_ends[0]
+    of_the_second = other.train.source_ends[0]
+    assert of_the_first + of_the_second == len(one.train) == len(other.train)
+    assert documents_in(one.train)[:of_the_first] == documents_in(other.train)[of_the_second:]
 
 
 @pytest.mark.slow
 def test_the_lines_of_a_log_beside_books_are_not_all_that_is_held_out(tmp_path):
-    books = {f"book-{number}.txt": "\n\n".join(rows_of(1000 * number, 1000 * number + 400)) for number in (1, 2, 3)}
-    write_files(tmp_path, {**books, "notes.log": "\n".join(f"note {number} of a day" for number in range(100))})
-    text = prepare(TextConfig(corpus=[str(tmp_path)], vocab_size=300))
-    assert 0.04 < len(text.held_out.ids) / (len(text.held_out.ids) + len(text.train.ids)) < 0.1
+    files = {"notes.log": "\n".join(f"note {number} of a day" for number in range(100))}
+    for first in (1000, 2000, 3000):
+        files[f"book-{first}.txt"] = "\n\n".join(rows_of(first, first + 400))
+    text = prepared(write_files(tmp_path, files), vocab_size=300)
+    trained_on = len(text.train.ids)
+    held_out = len(text.held_out.ids)
+    assert 0.04 < held_out / (held_out + trained_on) < 0.1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,19 +133,25 @@ def as_lines(folder, rows):
 
 
 def as_rows(folder, rows):
-    return {"corpus": [str(write_rows(folder / "rows.jsonl", [row for row in rows for _ in range(3)]))]}
+    """Each row three times, one after the other."""
+    thrice = list(itertools.chain.from_iterable([row] * 3 for row in rows))
+    return {"corpus": [str(write_rows(folder / "rows.jsonl", thrice))]}
 
 
 def as_files(folder, rows):
-    return {"corpus": [str(write_files(folder, {f"{number}.txt": row for number, row in enumerate(rows * 3)}))]}
+    files = {f"{number}.txt": row for number, row in enumerate(rows * 3)}
+    return {"corpus": [str(write_files(folder, files))]}
 
 
 def as_parts(folder, rows):
     """Each part has all rows, in an order of its own and beside rows that it alone has."""
     texts = []
     for number in range(3):
-        others = rows_of(1000 * (number + 1), 1000 * (number + 1) + 40)
-        texts.append(write_rows(folder / f"{number}.jsonl", [*rows[10 * number :], *others, *rows[: 10 * number]]))
+        first = 1000 * (number + 1)
+        others = rows_of(first, first + 40)
+        begin = 10 * number
+        mixed = [*rows[begin:], *others, *rows[:begin]]
+        texts.append(write_rows(folder / f"{number}.jsonl", mixed))
     return {"corpus": prepare_parts(folder, texts)}
 
 
@@ -145,7 +170,9 @@ def test_no_copy_of_a_held_out_document_is_trained_on(write, count, tmp_path):
     """Judged by the decoded tokens; six rows, three times each, are so few that blocks count as documents."""
     text = prepare(TextConfig(**write(tmp_path, rows_of(0, count)), vocab_size=300))
     train, held_out = (set(map(text.tokenizer.decode, found)) for found in documents(text))
-    assert len(train) >= 2 and len(held_out) >= 2 and not train & held_out
+    assert len(train) >= 2
+    assert len(held_out) >= 2
+    assert not train & held_out
 
 
 def test_copies_are_counted_and_said(tmp_path, caplog):
@@ -157,19 +184,22 @@ def test_copies_are_counted_and_said(tmp_path, caplog):
 def test_held_out_documents_of_a_part_that_another_trains_on_are_left_out_and_said(tmp_path, caplog, capsys):
     caplog.set_level("INFO", "d2l_bert")
     parts = as_parts_with_split_copies(tmp_path, rows_of(0, 60))["corpus"]
-    each = [documents(prepare(TextConfig(corpus=[part]))) for part in parts]
+    one, other = (prepared(part) for part in parts)
+    all_held_out = documents_in(one.held_out) + documents_in(other.held_out)
     caplog.clear()
-    train, held_out = documents(prepare(TextConfig(corpus=parts)))
-    assert train == each[0][0] + each[1][0]  # nothing moves
-    left_out = [ids for ids in each[0][1] + each[1][1] if ids in train]
-    assert left_out and held_out == [ids for ids in each[0][1] + each[1][1] if ids not in train]
-    assert f"{len(left_out)} of {len(each[0][1] + each[1][1])} held-out documents are left out" in caplog.text
+    train, held_out = documents(prepared(*parts))
+    assert train == documents_in(one.train) + documents_in(other.train)  # nothing moves
+    left_out = [ids for ids in all_held_out if ids in train]
+    assert left_out
+    assert held_out == [ids for ids in all_held_out if ids not in train]
+    assert f"{len(left_out)} of {len(all_held_out)} held-out documents are left out" in caplog.text
 
 
 def test_parts_that_train_on_all_held_out_documents_of_each_other_are_refused(tmp_path, monkeypatch):
     """The second part has the rows of the first, and holds out what the first trains on."""
     text = write_rows(tmp_path / "rows.jsonl", rows_of(0, 40))
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     assert main(["prepare", f"--corpus={text}", f"--output_dir={first}", "--vocab_size=300"]) == 0
     monkeypatch.setattr(preparing, "held_out_documents", lambda *given: ~held_out_documents(*given))
     assert main(["prepare", f"--corpus={text}", f"--output_dir={second}", f"--tokenizer={first}"]) == 0
@@ -186,10 +216,12 @@ def test_a_part_that_is_damaged_is_not_joined_and_leaves_nothing_in_the_cache(pa
     ids[100] ^= 1
     (damaged / "train/ids.bin").write_bytes(ids)
     with pytest.raises(UserError, match="damaged: .*ids.bin has changed since it was written"):
-        prepare(TextConfig(corpus=[parts[0], str(damaged)]))
+        prepared(parts[0], damaged)
     assert not list((tmp_path / "home").rglob("joined-*/*"))
-    whole = [documents(prepare(TextConfig(corpus=some)))[0] for some in (parts[:2], parts[:1], parts[1:2])]
-    assert whole[0] == whole[1] + whole[2]
+    together = documents_in(prepared(parts[0], parts[1]).train)
+    one = documents_in(prepared(parts[0]).train)
+    other = documents_in(prepared(parts[1]).train)
+    assert together == one + other
 
 
 @pytest.mark.slow
@@ -199,12 +231,14 @@ def test_the_unknown_share_of_joined_parts_is_that_of_all_held_out_text(tmp_path
     greek = [row.translate(str.maketrans("aeinorstw", "αεινορστω")) for row in rows]
     texts = [write_rows(tmp_path / "english.jsonl", rows), write_rows(tmp_path / "greek.jsonl", greek)]
     folders = prepare_parts(tmp_path, texts, "--max_unknown_share=1")
-    one, other, together = (
-        prepare(TextConfig(corpus=some, max_unknown_share=1)) for some in (folders[:1], folders[1:], folders)
-    )
-    shares = [part.tokenizer_report["unknown_share"] for part in (one, other, together)]
-    expected = shares[1] * len(other.held_out.ids) / len(together.held_out.ids)
-    assert shares[0] == 0 and shares[1] > 0.3 and shares[2] == pytest.approx(expected)
+    one = prepared(folders[0], max_unknown_share=1)
+    other = prepared(folders[1], max_unknown_share=1)
+    together = prepared(*folders, max_unknown_share=1)
+    share_of_other = other.tokenizer_report["unknown_share"]
+    expected = share_of_other * len(other.held_out.ids) / len(together.held_out.ids)
+    assert one.tokenizer_report["unknown_share"] == 0
+    assert share_of_other > 0.3
+    assert together.tokenizer_report["unknown_share"] == pytest.approx(expected)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -227,7 +261,7 @@ def test_a_part_that_does_not_fit_is_refused_by_name(options, words, parts, text
         options = [*options, f"--tokenizer={parts[0]}"]
     assert main(["prepare", f"--corpus={texts[0]}", f"--output_dir={tmp_path / 'other'}", *options]) == 0
     with pytest.raises(UserError, match=f"corpus {tmp_path / 'other'}: {words}"):
-        prepare(TextConfig(corpus=[parts[1], str(tmp_path / "other")]))
+        prepared(parts[1], tmp_path / "other")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -236,7 +270,8 @@ def test_a_part_that_does_not_fit_is_refused_by_name(options, words, parts, text
 
 @pytest.mark.slow
 def test_a_run_notices_files_of_another_size_and_changed_small_files(parts, tmp_path, fails):
-    folder, out = shutil.copytree(parts[0], tmp_path / "tokens"), tmp_path / "out"
+    folder = shutil.copytree(parts[0], tmp_path / "tokens")
+    out = tmp_path / "out"
     options = [option for option in SMALL if not option.startswith("--vocab_size")]
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert len(files) >= 15
@@ -281,8 +316,10 @@ def test_rows_in_both_texts_are_counted(training, validation, texts, in_both, tm
 
 def test_a_document_of_a_corpus_of_few_is_found_in_a_validation_text(tmp_path):
     """In the corpus each block of some 64 sentences counts as a document, in the other text each file does."""
-    sentences = [" ".join(f"It is {10 * n + k} o'clock." for k in range(10)) for n in range(40)]
-    few = {str(number): f"Text {number}. " + "\n\n".join(sentences) for number in range(3)}
+    paragraphs = []
+    for first in range(0, 400, 10):
+        paragraphs.append(" ".join(f"It is {hour} o'clock." for hour in range(first, first + 10)))
+    few = {str(number): f"Text {number}. " + "\n\n".join(paragraphs) for number in range(3)}
     many = {str(number): f"Another, {number}. And its end." for number in range(30)} | {"copy": few["1"]}
     write_files(tmp_path, {f"corpus/{name}.txt": text for name, text in few.items()})
     write_files(tmp_path, {f"check/{name}.txt": text for name, text in many.items()})
@@ -291,7 +328,8 @@ def test_a_document_of_a_corpus_of_few_is_found_in_a_validation_text(tmp_path):
 
 
 def test_a_validation_text_is_divided_as_the_prepared_corpus_was(tmp_path):
-    lines, tokens = tmp_path / "lines.txt", tmp_path / "tokens"
+    lines = tmp_path / "lines.txt"
+    tokens = tmp_path / "tokens"
     lines.write_text("".join(f"Line {number} is a document. It has two sentences.\n" for number in range(60)))
     assert main(["prepare", "--corpus", str(lines), "--documents=line", f"--output_dir={tokens}"]) == 0
     for corpus, options in ((tokens, {}), (lines, {"documents": "line"})):

@@ -29,6 +29,17 @@ def predict(model, file, output, *options):
     return output
 
 
+def predicted(model, file, output, *options):
+    """The rows of the table of predictions that is written for a file."""
+    return read_csv(predict(model, file, output, *options))
+
+
+def split_of(rows):
+    """Rows of some cells, as they are read of a file."""
+    numbered = [Row(f"line {number}", cells) for number, cells in enumerate(rows, 1)]
+    return Split(title="FILE rows", name="rows", rows=numbered, fingerprint="")
+
+
 def counted_from_1(count, seed):
     return [{**row, "label": row["label"] + 1} for row in choice_rows(count, seed)]
 
@@ -48,7 +59,7 @@ def test_a_finished_model_predicts_what_its_run_predicted(task, trained, tmp_pat
     ]
     finetune(trained, tmp_path / "tuned", *options)
     by_run = read_csv(tmp_path / "tuned" / "predictions.csv")
-    made = read_csv(predict(tmp_path / "tuned", tmp_path / "test.jsonl", tmp_path / "again.csv"))
+    made = predicted(tmp_path / "tuned", tmp_path / "test.jsonl", tmp_path / "again.csv")
     assert_same_predictions(made, by_run, task)
 
     # Rows without labels have the same predictions; JSONL and Parquet keep lists and numbers.
@@ -58,19 +69,24 @@ def test_a_finished_model_predicts_what_its_run_predicted(task, trained, tmp_pat
     unlabelled = write_table(tmp_path / "unlabelled.jsonl", rows)
     lines = predict(tmp_path / "tuned", unlabelled, tmp_path / "new.jsonl").read_text().splitlines()
     found = list(map(json.loads, lines))
-    assert [{name: row[name] for name in rows[0]} for row in found] == rows
+    for row, given in zip(found, rows, strict=True):
+        assert row.items() >= given.items()
     table = pq.read_table(predict(tmp_path / "tuned", unlabelled, tmp_path / "new.parquet")).to_pylist()
     assert table == found
     for row, other in zip(found, made, strict=True):
-        shown = json.dumps(row["prediction"]) if isinstance(row["prediction"], list) else str(row["prediction"])
+        prediction = row["prediction"]
         if task == "multi_label_classification":  # lists, but in CSV as the training rows have them there
-            assert isinstance(row["prediction"], list)
-            shown = ",".join(row["prediction"])
+            assert isinstance(prediction, list)
+            shown = ",".join(prediction)
+        elif isinstance(prediction, list):
+            shown = json.dumps(prediction)
+        else:
+            shown = str(prediction)
         assert shown == other["prediction"] or task == "regression"
     if task == "multiple-choice":
         four = [{**row, "choices": [*row["choices"], "a fourth"]} for row in rows]
-        words = [tmp_path / "tuned", write_table(tmp_path / "four.jsonl", four), f"--output={tmp_path / 'four.csv'}"]
-        assert "line 1: 4 choices" in fails("predict", *words)
+        file = write_table(tmp_path / "four.jsonl", four)
+        assert "line 1: 4 choices" in fails("predict", tmp_path / "tuned", file, f"--output={tmp_path / 'four.csv'}")
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +101,7 @@ def classifier(trained, tmp_path_factory):
 def test_texts_in_lines_and_from_a_pipe_are_predicted_as_by_the_pipeline(classifier, tmp_path, monkeypatch):
     texts = [row["text"] for row in rows_of(9, 5)]
     (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n\n")
-    lines = read_csv(predict(classifier, tmp_path / "texts.txt", tmp_path / "lines.csv"))
+    lines = predicted(classifier, tmp_path / "texts.txt", tmp_path / "lines.csv")
     expected = pipeline("text-classification", model=str(classifier), top_k=None)(texts)
     assert [row["text"] for row in lines] == texts
     for row, answers in zip(lines, expected, strict=True):
@@ -93,13 +109,15 @@ def test_texts_in_lines_and_from_a_pipe_are_predicted_as_by_the_pipeline(classif
         for answer in answers:
             assert float(row[f"probability of {answer['label']}"]) == pytest.approx(answer["score"], abs=1e-5)
     # A second column is no second text, as the training rows had none.
-    as_json = "".join(json.dumps({"text": text, "text_pair": text[::-1]}) + "\n" for text in texts)
-    for number, said in enumerate(("\n".join(texts), as_json)):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(said.encode())))
-        predict(classifier, "-", tmp_path / f"{number}.csv")
-        assert [{name: row[name] for name in lines[0]} for row in read_csv(tmp_path / f"{number}.csv")] == lines
-    again = predict(classifier, predict(classifier, tmp_path / "1.csv", tmp_path / "2.csv"), tmp_path / "3.csv")
-    assert {name.count(" (predicted)") for name in read_csv(again)[0]} == {0, 1, 2}
+    as_json = [json.dumps({"text": text, "text_pair": text[::-1]}) for text in texts]
+    for number, said in enumerate((texts, as_json)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(said).encode())))
+        found = predicted(classifier, "-", tmp_path / f"{number}.csv")
+        for row, expected_row in zip(found, lines, strict=True):
+            assert row.items() >= expected_row.items()
+    predict(classifier, tmp_path / "1.csv", tmp_path / "2.csv")
+    again = predicted(classifier, tmp_path / "2.csv", tmp_path / "3.csv")
+    assert {name.count(" (predicted)") for name in again[0]} == {0, 1, 2}
 
 
 def test_excel_opens_the_csv_and_columns_of_other_names_are_found(classifier, tmp_path, fails):
@@ -107,12 +125,14 @@ def test_excel_opens_the_csv_and_columns_of_other_names_are_found(classifier, tm
         content = f"no;Brief\n1;Then Ännchen sold the apple{more}\n"
         (tmp_path / "letters.csv").write_text(content, encoding="utf-8-sig")
         line = fails("predict", classifier, tmp_path / "letters.csv", "--output", tmp_path / "out.csv")
-        assert all(word in line for word in words) and not (tmp_path / "out.csv").exists()
+        assert all(word in line for word in words)
+        assert not (tmp_path / "out.csv").exists()
     out = predict(classifier, tmp_path / "letters.csv", tmp_path / "out.csv", "--text_column=Brief", "--excel")
     assert out.read_bytes().startswith(b"\xef\xbb\xbf")
     (row,) = csv.DictReader(io.StringIO(out.read_bytes().decode("utf-8-sig")), delimiter=";")
     assert row["Brief"] == "Then Ännchen sold the apple" and row["prediction"] in ("anna", "boris")
-    assert 0 < float(row["probability"].replace(",", ".")) <= 1 and "." not in row["probability"]
+    assert 0 < float(row["probability"].replace(",", ".")) <= 1
+    assert "." not in row["probability"]
     (tmp_path / "empty.txt").write_text("\n")
     assert "has no rows" in fails("predict", classifier, tmp_path / "empty.txt", f"--output={tmp_path / 'no.csv'}")
 
@@ -129,9 +149,8 @@ def test_excel_opens_the_csv_and_columns_of_other_names_are_found(classifier, tm
 )
 def test_no_cell_is_a_formula_for_excel_but_numbers_stay_numbers(tmp_path, cell, expected):
     column = cell if isinstance(cell, str) else "a"
-    split = Split(title="rows", name="rows", rows=[Row("row 1", {column: cell})], fingerprint="")
     for is_for_excel in (False, True):
-        write_predictions(tmp_path / "out.csv", split, {"prediction": [cell]}, is_for_excel)
+        write_predictions(tmp_path / "out.csv", split_of([{column: cell}]), {"prediction": [cell]}, is_for_excel)
         with (tmp_path / "out.csv").open(encoding="utf-8-sig", newline="") as file:
             header, row = csv.reader(file, delimiter=";" if is_for_excel else ",")
         as_it_is = json.dumps(cell) if isinstance(cell, list) else str(cell)
@@ -141,20 +160,18 @@ def test_no_cell_is_a_formula_for_excel_but_numbers_stay_numbers(tmp_path, cell,
 
 @pytest.mark.slow
 def test_labels_in_several_columns_are_not_read(trained, tmp_path):
-    rows = [
-        {"text": row["text"], "anna": int(row["label"] == "anna"), "sold": n % 2}
-        for n, row in enumerate(rows_of(20, 0))
-    ]
+    rows = list(rows_of(20, 0))
+    for number, row in enumerate(rows):
+        row["anna"] = int(row.pop("label") == "anna")
+        row["sold"] = number % 2
     train = write_table(tmp_path / "train.csv", rows)
     options = ["--task=multi_label_classification", "--max_steps=4", "--validation_share=0"]
     finetune(trained, tmp_path / "tuned", *options, f"--train_file={train}", "--label_column", "anna", "sold")
     made = []
-    for number, kept in enumerate((["text"], ["text", "anna"], ["text", "anna", "sold"])):
-        some = [{name: row[name] if name == "text" else "?" for name in kept} for row in rows]
-        file = write_table(tmp_path / f"new-{number}.csv", some)
-        made.append(
-            [row["prediction"] for row in read_csv(predict(tmp_path / "tuned", file, tmp_path / f"{number}.csv"))]
-        )
+    for others in ({}, {"anna": "?"}, {"anna": "?", "sold": "?"}):
+        file = write_table(tmp_path / "new.csv", [{"text": row["text"], **others} for row in rows])
+        found = predicted(tmp_path / "tuned", file, tmp_path / f"{len(made)}.csv")
+        made.append([row["prediction"] for row in found])
     assert made[0] == made[1] == made[2]
 
 
@@ -213,8 +230,10 @@ def test_a_table_that_is_read_as_lines_is_refused_by_its_header(classifier, tmp_
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
 def test_a_row_with_an_empty_text_is_kept_without_a_prediction(kind, classifier, tmp_path, capsys):
     rows = [{"no": n, "text": row["text"]} for n, row in enumerate(rows_of(6, 3))]
-    whole = read_csv(predict(classifier, write_table(tmp_path / "whole.csv", rows), tmp_path / "whole-out.csv"))
-    rows[2]["text"], rows[5]["text"] = "", " "
+    file = write_table(tmp_path / "whole.csv", rows)
+    whole = predicted(classifier, file, tmp_path / "whole-out.csv")
+    rows[2]["text"] = ""
+    rows[5]["text"] = " "
     file = write_table(tmp_path / "rows.csv", rows)
     capsys.readouterr()
     out = predict(classifier, file, tmp_path / f"out.{kind}")
@@ -249,34 +268,33 @@ def test_a_table_that_cannot_be_written_is_refused_before_anything_is_predicted(
 
 
 def test_rows_with_keys_of_their_own_make_no_table_of_empty_cells(tmp_path):
-    rows = [Row(f"line {n}", {"text": "a", f"key {n}": n}) for n in range(4000)]
-    split = Split(title="FILE rows.jsonl", name="rows.jsonl", rows=rows, fingerprint="")
-    for name in ("out.csv", "out.parquet"):
+    split = split_of([{"text": "a", f"key {n}": n} for n in range(4000)])
+    for suffix in (".csv", ".parquet"):
         with pytest.raises(UserError, match="4,001 columns, of which a row has 2"):
-            check_writable(tmp_path / name, split)
-    check_writable(tmp_path / "out.jsonl", split)
+            check_writable(suffix, split)
+    check_writable(".jsonl", split)
     write_predictions(tmp_path / "out.jsonl", split, {"prediction": ["b"] * 4000})
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     assert json.loads(lines[7]) == {"text": "a", "key 7": 7, "prediction": "b"}
 
 
 def test_objects_with_names_of_their_own_make_no_parquet_file(tmp_path):
-    rows = [Row(f"line {n}", {"text": "a", "x": [{f"key {n}": {"a": n}}]}) for n in range(2050)]
-    split = Split(title="FILE rows.jsonl", name="rows.jsonl", rows=rows, fingerprint="")
+    split = split_of([{"text": "a", "x": [{f"key {n}": {"a": n}}]} for n in range(2050)])
     with pytest.raises(UserError, match="more than 4,096 names in objects"):
-        check_writable(tmp_path / "out.parquet", split)
-    check_writable(tmp_path / "out.csv", split)
+        check_writable(".parquet", split)
+    check_writable(".csv", split)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
 def test_numbers_that_json_has_no_form_for_are_null(kind, tmp_path):
     odd = {"a": [1.5, float("nan")], "b": {"c": float("-inf")}}
-    split = Split(title="rows", name="rows", rows=[Row("line 1", odd)], fingerprint="")
-    write_predictions(tmp_path / f"out.{kind}", split, {})
-    (row,) = read_csv(tmp_path / "out.csv") if kind == "csv" else [json.loads((tmp_path / "out.jsonl").read_text())]
+    write_predictions(tmp_path / f"out.{kind}", split_of([odd]), {})
     if kind == "csv":
-        row = {name: json.loads(cell) for name, cell in row.items()}
-    assert row == {"a": [1.5, None], "b": {"c": None}}
+        (row,) = read_csv(tmp_path / "out.csv")
+        found = {name: json.loads(cell) for name, cell in row.items()}
+    else:
+        found = json.loads((tmp_path / "out.jsonl").read_text())
+    assert found == {"a": [1.5, None], "b": {"c": None}}
 
 
 FORMULAS = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "\r=1", " =1", "\uff1d1", "-"]
@@ -288,22 +306,25 @@ def test_cells_that_spreadsheets_compute_get_an_apostrophe(classifier, tmp_path)
     file = write_table(tmp_path / "rows.csv", rows)
     expected = [f"'{cell}" if cell in FORMULAS else cell for cell in CELLS]
     out = predict(classifier, file, tmp_path / "excel.csv", "--excel")
-    table = list(csv.reader(io.StringIO(out.read_bytes().decode("utf-8-sig"), newline=""), delimiter=";"))
-    assert table[0][0] == "'=x" and [row[0] for row in table[1:]] == expected
-    assert [row["=x"] for row in read_csv(predict(classifier, file, tmp_path / "plain.csv"))] == CELLS
+    table = io.StringIO(out.read_bytes().decode("utf-8-sig"), newline="")
+    assert [row[0] for row in csv.reader(table, delimiter=";")] == ["'=x", *expected]
+    assert [row["=x"] for row in predicted(classifier, file, tmp_path / "plain.csv")] == CELLS
 
 
 @pytest.mark.slow
 def test_the_tokens_that_are_read_of_a_long_text_are_those_of_the_whole(trained):
     tokenizer = AutoTokenizer.from_pretrained(trained)
-    plain, rng = long_texts.without_limits(tokenizer.backend_tokenizer), random.Random(0)
+    plain = long_texts.without_limits(tokenizer.backend_tokenizer)
+    rng = random.Random(0)
     for alphabet in ("ab. ", "é a\u0301,", "中文 .", " \t", ".", "x", "[MASK] "):
         for _ in range(20):
             most = rng.choice([8, 13, 32])
-            text = "".join(rng.choice([alphabet, *alphabet]) for _ in range(rng.randrange(2000)))
+            length = rng.randrange(2000)
+            text = "".join(rng.choice([alphabet, *alphabet]) for _ in range(length))
             begun = long_texts.beginning_of(text, most, plain)
             assert text.startswith(begun)
-            ids, of_whole = plain.encode(begun).ids, plain.encode(text).ids
+            ids = plain.encode(begun).ids
+            of_whole = plain.encode(text).ids
             assert ids[:most] == of_whole[:most]
             assert begun == text or len(ids) > most
     assert len(long_texts.beginning_of("." * 4_000_000, 512, plain)) < 1000
@@ -319,10 +340,12 @@ def test_of_long_words_no_more_is_tokenized_than_a_fixed_number_of_characters(di
     class Counting:
         """The tokenizer, which notes how long the texts are that it gets."""
 
-        truncation_side, backend_tokenizer = direction, plain
+        truncation_side = direction
+        backend_tokenizer = plain
 
         def __call__(self, *columns, **options):
-            lengths.extend(len(text) for column in columns for text in column)
+            for column in columns:
+                lengths.extend(map(len, column))
             return tokenizer(*columns, **options)
 
     most = long_texts.MOST_CHARACTERS
@@ -340,9 +363,10 @@ def test_what_is_read_in_windows_is_refused_beyond_the_length_of_a_book(task, tr
     if task == "question-answering":
         row["context"] = row["context"] + " And so on." * 9
     else:
-        row["tokens"], row["ner_tags"] = row["tokens"][:1] * 60, row["ner_tags"][:1] * 60
-    options = [f"--task={task}", *file_options(tmp_path, train=[row] * 4), f"--output_dir={tmp_path / 'out'}"]
-    line = fails("finetune", trained, *options)
+        row["tokens"] = row["tokens"][:1] * 60
+        row["ner_tags"] = row["ner_tags"][:1] * 60
+    files = file_options(tmp_path, train=[row] * 4)
+    line = fails("finetune", trained, f"--task={task}", *files, f"--output_dir={tmp_path / 'out'}")
     assert "line 1" in line and "characters" in line and "divide" in line
 
 
@@ -351,12 +375,15 @@ def test_what_is_read_in_windows_is_refused_beyond_the_length_of_a_book(task, tr
 def test_long_texts_and_pairs_have_the_inputs_of_the_whole(direction, trained):
     tokenizer = AutoTokenizer.from_pretrained(trained, truncation_side=direction)
     texts = ["Then Anna sold it. " * 12, "." * 200, "short", "a. " * 70, "The apple, the pear and the drum " * 86]
-    pairs = ([texts, texts[::-1]], [texts, ["b! " * 25] * 5], [["c. " * 90], ["." * 180]])
-    for columns in ([texts], *(pairs if direction == "right" else ())):
+    all_columns = [[texts]]
+    if direction == "right":
+        all_columns += [[texts, texts[::-1]], [texts, ["b! " * 25] * 5], [["c. " * 90], ["." * 180]]]
+    for columns in all_columns:
         for most in (8, 9, 10):
             features = truncated(tokenizer, columns, most)
             batch = tokenizer(*columns, truncation=True, max_length=most)
-            assert [row["input_ids"] for row in features.inputs] == batch["input_ids"] and features.note
+            assert [row["input_ids"] for row in features.inputs] == batch["input_ids"]
+            assert features.note
 
 
 WRONG_RECORDS = [
@@ -414,14 +441,18 @@ def test_a_tag_of_words_without_pieces_is_one_of_the_tags():
 
 @pytest.mark.parametrize("task", COLUMNS)
 def test_a_record_without_a_part_that_its_task_needs_is_refused(task):
-    config, record = PredictConfig(output="a.csv"), record_of(task)
-    assert restored_task("m", {**record, "finetune": {"task": task, "option_of_tomorrow": 1}}, config).columns
-    for name in ("columns", *restored_task("m", record, config).restored):
-        learnt = {key: value for key, value in record["learnt"].items() if key != name}
+    config = PredictConfig(output="a.csv")
+    record = record_of(task)
+    of_tomorrow = {**record, "finetune": {"task": task, "option_of_tomorrow": 1}}
+    assert restored_task("m", of_tomorrow, config).columns
+    for name in ("columns", *restored_task("m", record, config).needed_to_predict):
+        damaged = record_of(task)
+        del damaged["learnt"][name]
         with pytest.raises(UserError, match="run_config.json"):
-            restored_task("m", {**record, "learnt": learnt}, config)
+            restored_task("m", damaged, config)
+    record["learnt"]["columns"] = {"label_column": ["a"]}
     with pytest.raises(UserError, match="run_config.json"):
-        restored_task("m", {**record, "learnt": {**record["learnt"], "columns": {"label_column": ["a"]}}}, config)
+        restored_task("m", record, config)
 
 
 @pytest.mark.slow
@@ -429,15 +460,14 @@ def test_a_length_that_is_no_multiple_of_8_is_learnt_and_predicted(trained, tmp_
     """Rows of 44 tokens, for a model of 44 positions."""
     tokenizer = AutoTokenizer.from_pretrained(trained)
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    BertModel(BertConfig(vocab_size=len(tokenizer), **sizes, max_position_embeddings=44)).save_pretrained(
-        tmp_path / "base"
-    )
+    config = BertConfig(vocab_size=len(tokenizer), **sizes, max_position_embeddings=44)
+    BertModel(config).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     rows = [{"text": row["text"] * 9, "label": row["label"]} for row in rows_of(12, 0)]
     files = file_options(tmp_path, train=rows, test=rows)
     finetune(tmp_path / "base", tmp_path / "out", "--task=classification", *files, "--max_steps=1")
     assert json.loads((tmp_path / "out" / "run_config.json").read_text())["max_seq_length"] == 44
-    assert len(read_csv(predict(tmp_path / "out", tmp_path / "test.jsonl", tmp_path / "made.csv"))) == 12
+    assert len(predicted(tmp_path / "out", tmp_path / "test.jsonl", tmp_path / "made.csv")) == 12
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -473,14 +503,18 @@ def test_two_processes_train_and_measure_what_one_does(task, trained, tmp_path):
 
 
 def test_a_column_of_bytes_is_left_out_of_a_file_of_text_and_said(tmp_path, caplog):
-    cells = [{"text": "a", "raw": None, "deep": []}, {"text": "b", "raw": b"\xff", "deep": [{"bytes": b"a"}]}]
-    rows = [Row(f"row {number}", row) for number, row in enumerate(cells, 1)]
-    split = Split(title="rows.parquet", name="rows.parquet", rows=rows, fingerprint="")
-    for name in ("out.csv", "out.jsonl", "out.parquet"):
+    split = split_of(
+        [
+            {"text": "a", "raw": None, "deep": []},
+            {"text": "b", "raw": b"\xff", "deep": [{"bytes": b"a"}]},
+        ]
+    )
+    for name, said in (("out.csv", 2), ("out.jsonl", 2), ("out.parquet", 0)):
         caplog.clear()
         write_predictions(tmp_path / name, split, {"prediction": ["x", "y"]})
-        assert sum("bytes" in record.message for record in caplog.records) == (0 if name == "out.parquet" else 2)
-    assert read_csv(tmp_path / "out.csv") == [{"text": "a", "prediction": "x"}, {"text": "b", "prediction": "y"}]
+        assert sum("bytes" in record.message for record in caplog.records) == said
+    expected = [{"text": "a", "prediction": "x"}, {"text": "b", "prediction": "y"}]
+    assert read_csv(tmp_path / "out.csv") == expected
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
-    assert list(map(json.loads, lines)) == [{"text": "a", "prediction": "x"}, {"text": "b", "prediction": "y"}]
+    assert list(map(json.loads, lines)) == expected
     assert pq.read_table(tmp_path / "out.parquet").num_columns == 4

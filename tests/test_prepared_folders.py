@@ -242,7 +242,8 @@ def change_json(content, rng):
 
 def change_bytes(path, rng):
     """Cut, extend or change a file of numbers, or a text."""
-    content, kind = bytearray(path.read_bytes()), rng.randrange(6)
+    content = bytearray(path.read_bytes())
+    kind = rng.randrange(6)
     if kind == 0:
         content = content[: rng.randrange(len(content) + 1)]
     elif kind == 1:
@@ -252,7 +253,8 @@ def change_bytes(path, rng):
             content[rng.randrange(len(content))] = rng.randrange(256)
     elif kind == 3:
         place = 8 * rng.randrange(max(1, len(content) // 8))
-        content[place : place + 8] = np.array(rng.choice([-1, 0, 2**62, -(2**63), 2**63 - 1]), "<i8").tobytes()
+        number = rng.choice([-1, 0, 2**62, -(2**63), 2**63 - 1])
+        content[place : place + 8] = np.array(number, "<i8").tobytes()
     elif kind == 4:
         content = bytearray(rng.randbytes(len(content)))
     else:
@@ -262,7 +264,8 @@ def change_bytes(path, rng):
 
 def tamper(folder, rng):
     """Change something in a prepared folder, and mostly compute the hashes anew."""
-    record, kind = record_of(folder), rng.random()
+    record = record_of(folder)
+    kind = rng.random()
     if kind < 0.35:
         record = change_json(record, rng)
     elif kind < 0.6:
@@ -295,7 +298,8 @@ def is_refused(read, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_stands_in_a_prepared_folder_it_is_read_or_refused_in_one_line(seed, prepared, tmp_path):
-    rng, refused = random.Random(seed), 0
+    rng = random.Random(seed)
+    refused = 0
     for number in range(40):
         folder = Path(shutil.copytree(prepared, tmp_path / str(number)))
         tamper(folder, rng)

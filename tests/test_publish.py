@@ -28,7 +28,8 @@ from d2l_bert.tokenization.wordpiece import save_tokenizer
 def test_no_weights_or_metrics_of_an_earlier_commit_remain_beside_the_new_ones(here, trained, folder):
     for _ in range(2):  # a name without an owner is under the token's account; the same files make no second commit
         assert main(["publish", str(trained), "bert"]) == 0
-    assert len(here.commits("someone/bert")) == 2 and len(here.tags("someone/bert")) == 1
+    assert len(here.commits("someone/bert")) == 2
+    assert len(here.tags("someone/bert")) == 1
     (folder / "model.safetensors").unlink()
     D2lBertForPreTraining.from_pretrained(trained).save_pretrained(folder, max_shard_size="50KB")
     for name in ("metrics.json", "README.md"):
@@ -56,20 +57,18 @@ def test_branch_message_and_pull_request_are_used(here, trained, capsys):
     assert len(here.tags("someone/bert")) == 1 and here.is_private("someone/bert")
     assert main([*publish, "--create_pr", "--revision=none"]) == 2
     said = capsys.readouterr().err
-    assert (
-        "404 Invalid rev id" in said
-        and said.count("\n") == 1
-        and here.branches("someone/bert").keys()
-        == {
-            "main",
-            "trial",
-        }
-    )
+    assert "404 Invalid rev id" in said
+    assert said.count("\n") == 1
+    assert here.branches("someone/bert").keys() == {
+        "main",
+        "trial",
+    }
 
 
 def test_a_stock_bert_with_a_padded_vocabulary_and_its_pooling_is_published(here, trained, tmp_path, capsys):
     """Many BERTs have more entries than their tokenizer, and a sentence-transformers model has modules beside it."""
-    tokenizer, folder = AutoTokenizer.from_pretrained(trained), tmp_path / "stock"
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    folder = tmp_path / "stock"
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     BertModel(BertConfig(vocab_size=len(tokenizer) + 7, **sizes)).save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
@@ -119,7 +118,8 @@ def test_paths_of_the_start_model_and_the_tokenizer_are_sent_as_names(here, trai
 @pytest.mark.slow
 def test_the_cards_examples_run_as_written_and_pin_the_revision_of_code(here, trained, tmp_path):
     assert main(["publish", str(trained), "someone/bert"]) == 0
-    card, (tag,) = published(here)["README.md"].decode(), here.tags("someone/bert")
+    card = published(here)["README.md"].decode()
+    (tag,) = here.tags("someone/bert")
     filling, tuning = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     assert tuning.count(f'from_pretrained("someone/bert", revision="{tag}", trust_remote_code=True') == 1
     code = f"""
@@ -170,7 +170,8 @@ def test_models_saved_by_words_go_to_branches_of_their_names_with_cards_of_their
         assert files["model.safetensors"] == (out / branch / "model.safetensors").read_bytes()
         record = json.loads(files["run_config.json"])
         assert record["run"]["corpus"] == ["books"] and record["checkpoint_words"] == words
-        step, card = record["checkpoint_step"], files["README.md"].decode()
+        step = record["checkpoint_step"]
+        card = files["README.md"].decode()
         assert 'from_pretrained("someone/bert", revision="model-' in card
         assert "license: apache-2.0" in card and "MLM loss" not in card and "Reproduce" not in card
         assert f"taken after {words:,} words of text, which is {step} steps of a run of 40" in card
@@ -187,7 +188,8 @@ def test_a_hub_that_stops_answering_costs_no_training_and_is_reported(here, book
     assert MODEL_FILES <= {path.name for path in out.iterdir()} and here.is_private("someone/bert")
     here.fail = None
     here.start()
-    assert main(["publish", str(out), "bert", "--public"]) == 0 and not here.is_private("someone/bert")
+    assert main(["publish", str(out), "bert", "--public"]) == 0
+    assert not here.is_private("someone/bert")
     assert published(here)["model.safetensors"] == (out / "model.safetensors").read_bytes()
 
 

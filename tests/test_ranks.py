@@ -34,7 +34,8 @@ def apart(books, tmp_path):
 def run_apart(folder, *words):
     """Train on two ranks; returns the `subprocess.Popen` objects, and a function that reads what each has said."""
     said = folder / "said.txt"
-    words, environment = ["pretrain", "--output_dir=out", *words], {"APART": str(folder)}
+    words = ["pretrain", "--output_dir=out", *words]
+    environment = {"APART": str(folder)}
     ranks = start(words, script=RANKS_APART, environment=environment, processes=2, said=said)
     return ranks, lambda: [said.read_text(), Path(f"{said}.1").read_text()]
 
@@ -49,7 +50,8 @@ def test_ranks_that_read_different_texts_are_refused_before_the_first_step(apart
         file.write_text(file.read_text().replace("nobody", "no one"))
     ranks, said = run_apart(apart, *words)
     assert end(ranks, 90) == [2, 2], said()
-    assert len(error_lines("\n".join(said()))) == 1 and "Traceback" not in "".join(said()), said()
+    told = "\n".join(said())
+    assert len(error_lines(told)) == 1 and "Traceback" not in told, told
     assert not (apart / "0" / "out").exists()
     shutil.copytree(apart / "0" / differs, apart / "1" / differs, dirs_exist_ok=True)
     ranks, said = run_apart(apart, *words)
@@ -118,12 +120,14 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("group", ["no group", "own group"])
 def test_a_launched_program_can_pretrain_twice_and_keeps_its_process_group(books, tmp_path, group):
     """Without a group of the program's own, and with one, which still adds over the ranks after each run."""
-    program, said = tmp_path / "program.py", tmp_path / "said.txt"
+    program = tmp_path / "program.py"
+    said = tmp_path / "said.txt"
     program.write_text(PROGRAM)
     ranks = start([tmp_path, books, group], script=program, processes=2, said=said)
     assert end(ranks, 120) == [0, 0], said.read_text()
     for name in ("first", "second"):
-        assert (tmp_path / name / "model.safetensors").exists() and log_rows(tmp_path / name)[-1]["step"] == 3
+        assert (tmp_path / name / "model.safetensors").exists()
+        assert log_rows(tmp_path / name)[-1]["step"] == 3
         assert all(f"the {name} run is done" in file.read_text() for file in (said, Path(f"{said}.1")))
 
 
@@ -137,7 +141,8 @@ FILES = ("model.safetensors", "checkpoint-4/model.safetensors", "checkpoint-4/op
 
 def assert_the_same(one, two, *files):
     for name in (*FILES, *files):
-        tensors, expected = load_file(two / name), load_file(one / name)
+        tensors = load_file(two / name)
+        expected = load_file(one / name)
         assert tensors.keys() == expected.keys()
         for key, tensor in expected.items():
             torch.testing.assert_close(tensors[key], tensor, atol=1e-4, rtol=0)
@@ -173,7 +178,8 @@ def test_fsdp2_and_one_process_train_the_same_weights_and_resume_each_others_che
             assert main([*words, f"--output_dir={folder}"]) == 0
 
     averages = ["checkpoint-4/average.safetensors"] if "--ema_decay=0.9" in options else []
-    one, two = tmp_path / "one", tmp_path / "two"
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     train(one, with_fsdp=False)
     train(two, with_fsdp=True)
     assert_the_same(one, two, *averages)
@@ -266,10 +272,12 @@ def break_at(place, error, monkeypatch):
 
 
 def test_a_bug_is_shown_with_its_traceback_and_where_to_report_it(books, tmp_path, monkeypatch, capsys):
-    break_at("training.learner.Learner.take_step", ValueError("operands could not be broadcast"), monkeypatch)
+    break_at("training.learner.Learner.update", ValueError("operands could not be broadcast"), monkeypatch)
     assert main(["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *LONG]) == 1
     said = capsys.readouterr().err
-    assert "in stumble" in said and "this is a bug" in said and "CONTRIBUTING.md" in said.splitlines()[-1]
+    assert "in stumble" in said
+    assert "this is a bug" in said
+    assert "CONTRIBUTING.md" in said.splitlines()[-1]
 
 
 @pytest.mark.parametrize("reader", ["read_sources", "count_words", "prepare_tokens", ""])
@@ -282,7 +290,7 @@ def test_out_of_memory_is_one_line_and_in_a_step_advises_smaller_ones(books, tmp
         break_at(f"tokenization.prepare.{reader}", error, monkeypatch)
     else:
         error = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 B.")
-        break_at("training.learner.Learner.take_step", error, monkeypatch)
+        break_at("training.learner.Learner.update", error, monkeypatch)
     line = fails("pretrain", "--corpus", text, "--documents=blank_line", "--output_dir", tmp_path / "out", *LONG)
     assert "out of memory" in line
     assert ("--micro_batch_size" in line and "--gradient_checkpointing" in line) == (not reader)

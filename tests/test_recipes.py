@@ -33,10 +33,11 @@ def tokens_of_stages(run):
     """For each stage, its number of steps and the largest number of tokens in a step."""
     stages = run.stages(run.max_steps)
     ends = [start for start, _, _ in stages[1:]] + [run.max_steps]
-    return [
-        (end - start, batch_size * (run.max_seq_length // length) * length)
-        for (start, length, batch_size), end in zip(stages, ends, strict=True)
-    ]
+    found = []
+    for (start, length, batch_size), end in zip(stages, ends, strict=True):
+        rows = batch_size * (run.max_seq_length // length)
+        found.append((end - start, rows * length))
+    return found
 
 
 @pytest.mark.parametrize("name", LITERATURE)
@@ -71,7 +72,8 @@ def test_options_of_the_command_line_replace_or_shorten_a_recipes_schedules():
 
 @pytest.mark.parametrize("recipe", ["tiny", "small"])
 def test_a_run_that_starts_from_a_model_has_a_lower_rate_unless_one_is_given(trained, recipe):
-    words, usual = [f"--recipe={recipe}", f"--init_from={trained}"], RECIPES[recipe]()[1].learning_rate
+    words = [f"--recipe={recipe}", f"--init_from={trained}"]
+    usual = RECIPES[recipe]()[1].learning_rate
     assert 0 < resolved(*words)[1].learning_rate < usual
     assert resolved(*words, f"--learning_rate={2 * usual}")[1].learning_rate == 2 * usual
 
@@ -149,13 +151,19 @@ def of_kind(kind, within):
         return st.sampled_from(typing.get_args(kind))
     if typing.get_args(kind) and typing.get_origin(kind) is not list:
         return st.one_of(*(of_kind(part, within) for part in typing.get_args(kind) if part is not NoneType))
-    entries = st.lists(st.builds("{}:0.{}".format, st.integers(1, 600), st.integers(1, 9)), min_size=1, max_size=3)
-    texts = st.text("ab 'ü$->.1:", min_size=1).filter(lambda text: text[0] in "abü")
-    least, most = map(float, within[1:-1].split(",")) if within else (0, 1e9)
-    ends = {"exclude_min": within[0] == "(", "exclude_max": within[-1] == ")" and most < 1e9} if within else {}
-    values = {float: st.floats(least, min(most, 1e9), **ends), bool: st.booleans(), str: texts}
-    values[int] = st.integers(int(least), 2**62 if most > 2**62 else int(most))
-    return values.get(kind, entries)
+    if kind is bool:
+        return st.booleans()
+    if kind is str:
+        return st.text("ab 'ü$->.1:", min_size=1).filter(lambda text: text[0] in "abü")
+    if kind not in (int, float):
+        entry = st.builds("{}:0.{}".format, st.integers(1, 600), st.integers(1, 9))
+        return st.lists(entry, min_size=1, max_size=3)
+    within = within or "[0,1e9]"
+    least, most = map(float, within[1:-1].split(","))
+    if kind is int:
+        return st.integers(int(least), 2**62 if most > 2**62 else int(most))
+    excludes_most = within[-1] == ")" and most < 1e9
+    return st.floats(least, min(most, 1e9), exclude_min=within[0] == "(", exclude_max=excludes_most)
 
 
 KINDS = typing.get_type_hints(PretrainConfig)
@@ -217,7 +225,8 @@ def test_learning_rates_equal_transformers_except_that_the_first_step_is_not_zer
     """Transformers starts at 0, so during warm-up our rate is that of its next step. Afterwards both are equal."""
     theirs = transformers_shares(kind, warmup_steps, 100, decay_steps)
     expected = theirs[1 : warmup_steps + 1] + theirs[warmup_steps:100]
-    ratios = {"warmup_ratio": max(0, warmup_steps - 0.5) / 100, "decay_ratio": (decay_steps + 0.5) / 100}
+    warmup_ratio = max(0, warmup_steps - 0.5) / 100
+    ratios = {"warmup_ratio": warmup_ratio, "decay_ratio": (decay_steps + 0.5) / 100}
     run = PretrainConfig(max_steps=100, lr_scheduler_type=kind, learning_rate=0.5, **ratios)
     ours = [learning_rate(run, step) / 0.5 for step in range(1, 101)]
     assert ours == pytest.approx(expected, abs=1e-12)
@@ -227,7 +236,8 @@ def test_a_constant_rate_has_no_warm_up():
     _, run = recipes.RECIPES["tiny"]()
     run = recipes.override_options(run, {"lr_scheduler_type": "constant"})
     run.check()
-    assert {learning_rate(run, step) for step in range(1, run.max_steps + 1)} == {run.learning_rate}
+    rates = {learning_rate(run, step) for step in range(1, run.max_steps + 1)}
+    assert rates == {run.learning_rate}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -236,16 +246,22 @@ def test_a_constant_rate_has_no_warm_up():
 
 def steps_due(run):
     """The steps after which something is to be done, by its name."""
-    every = range(1, run.max_steps + 1)
-    return {name: [step for step in every if name in due_after(run, step)] for name in ("log", "evaluate", "save")}
+    found = {"log": [], "evaluate": [], "save": []}
+    for step in range(1, run.max_steps + 1):
+        for name in due_after(run, step):
+            found[name].append(step)
+    return found
 
 
 def test_what_is_due_after_each_step():
     due = steps_due(PretrainConfig(max_steps=20, logging_steps=3, eval_steps=5, save_steps=7))
-    assert due["evaluate"] == [5, 10, 15, 20] and due["save"] == [7, 14, 20]
+    assert due["evaluate"] == [5, 10, 15, 20]
+    assert due["save"] == [7, 14, 20]
     assert due["log"] == sorted({3, 6, 9, 12, 15, 18, *due["evaluate"], *due["save"]})
-    of_itself = steps_due(PretrainConfig(max_steps=5000))
-    assert {name: len(steps) for name, steps in of_itself.items()} == {"log": 100, "evaluate": 10, "save": 10}
+    due_by_default = steps_due(PretrainConfig(max_steps=5000))
+    assert len(due_by_default["log"]) == 100
+    assert len(due_by_default["evaluate"]) == 10
+    assert len(due_by_default["save"]) == 10
 
 
 @pytest.mark.parametrize("max_steps, schedule", [(10, ["16:0.96"]), (3, ["16:0.5", "32:0.4"]), (1, ["16:0.5"])])
@@ -261,11 +277,12 @@ def test_a_schedule_of_lengths_leaves_a_step_of_full_length(max_steps, schedule)
 
 def test_the_time_of_a_run_is_that_of_all_steps_of_each_stage(monkeypatch):
     """On a clock on which a step takes the seconds that stand in it, and the first of each stage 9 s."""
-    clock, taken = SimpleNamespace(now=0.0), [None]
+    clock = SimpleNamespace(now=0.0)
+    taken = [None]
     monkeypatch.setattr(schedule, "time", SimpleNamespace(monotonic=lambda: clock.now))
     stages = {0: 1.0, 40: 0.25, 90: 3.0, 99: 2.0}  # the last one is a single step
 
-    def take_step(micro_batches, counts, learning_rate):
+    def update(micro_batches, counts, learning_rate):
         assert learning_rate == 0
         (seconds,) = micro_batches
         clock.now += 9.0 if seconds != taken[-1] else seconds
@@ -275,10 +292,12 @@ def test_the_time_of_a_run_is_that_of_all_steps_of_each_stage(monkeypatch):
         seconds = next(seconds for first, seconds in reversed(stages.items()) if first <= start)
         return itertools.repeat(SimpleNamespace(micro_batches=[seconds], counts=None, words=100 * seconds))
 
-    made = [Stage(first, end, None, None, 0) for first, end in itertools.pairwise([*stages, 100])]
-    learner = SimpleNamespace(take_step=take_step, accelerator=make_accelerator("no"))
+    borders = itertools.pairwise([*stages, 100])
+    made = [Stage(first, end, None, None, 0) for first, end in borders]
+    learner = SimpleNamespace(update=update, accelerator=make_accelerator("no"))
     total, words = time_steps(learner, SimpleNamespace(stages=made, walk=walk))
-    assert total == pytest.approx(40 * 1.0 + 50 * 0.25 + 9 * 3.0 + 2.0) and words == pytest.approx(100 * total)
+    assert total == pytest.approx(40 * 1.0 + 50 * 0.25 + 9 * 3.0 + 2.0)
+    assert words == pytest.approx(100 * total)
     assert taken[1:] == [1.0] * 21 + [0.25] * 21 + [3.0] * 10 + [2.0] * 2
 
 

@@ -150,6 +150,18 @@ def test_a_recorded_fine_tuned_model_predicts_what_it_did(task, recorded, tmp_pa
             assert row[name] == (pytest.approx(value, rel=1e-3) if isinstance(value, float) else value), name
 
 
+def in_lines(content, levels):
+    """JSON with a line for each entry of the outer levels: what is in an entry of the last one stands on its line."""
+    is_list_of_words = isinstance(content, list) and all(isinstance(entry, str) for entry in content)
+    if levels == 0 or is_list_of_words:
+        return json.dumps(content)
+    if isinstance(content, list):
+        entries = [in_lines(entry, levels - 1) for entry in content]
+        return "[\n" + ",\n".join(entries) + "\n]"
+    entries = [f"{json.dumps(name)}: {in_lines(entry, levels - 1)}" for name, entry in content.items()]
+    return "{\n" + ",\n".join(entries) + "\n}"
+
+
 def write_record() -> None:
     """Write `recorded_folders.json` anew."""
     record = {"finetune": {}}
@@ -165,7 +177,7 @@ def write_record() -> None:
                 "files": files,
                 "predictions": predictions(task, place / f"{task} again", files),
             }
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    RECORD.write_text(in_lines(record, levels=4) + "\n")
 
 
 if __name__ == "__main__":

@@ -96,7 +96,8 @@ def test_a_link_to_itself_and_one_to_nothing_are_no_crash(tmp_path):
 
 
 def test_a_link_that_leaves_its_folder_is_refused_and_those_of_the_hub_s_cache_are_not(tmp_path):
-    secret, folder = tmp_path / "id_rsa", tmp_path / "model"
+    secret = tmp_path / "id_rsa"
+    folder = tmp_path / "model"
     secret.write_text("secret")
     folder.mkdir()
     (folder / "picture.png").symlink_to(secret)

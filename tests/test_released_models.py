@@ -51,15 +51,15 @@ def test_every_release_has_a_recipe_whose_options_are_known():
     for name in sorted(path.parent.name for path in RELEASES.glob("*/release.toml")):
         recipe = read_recipe(name)
         # The bytes depend on both, and their defaults on a measurement.
-        assert recipe["pretrain"]["torch_compile"] in ("true", "false") and recipe["pretrain"]["micro_batch_size"] > 0
-        for command, options in (
-            ("pretrain", recipe["pretrain"]),
-            *(("evaluate", options) for options in recipe["evaluate"].values()),
-            *(("finetune", options) for options in recipe["finetune"].values()),
-        ):
+        assert recipe["pretrain"]["torch_compile"] in ("true", "false")
+        assert recipe["pretrain"]["micro_batch_size"] > 0
+        commands = [(["pretrain"], recipe["pretrain"])]
+        for command in ("evaluate", "finetune"):
+            commands += [([command, name], options) for options in recipe[command].values()]
+        for command, options in commands:
             for text, below in texts_of(options):
                 assert texts[text]["fingerprints"].keys() & {below, "."}
-            words = [command, *([] if command == "pretrain" else [name]), *flags(options)]
+            words = [*command, *flags(options)]
             make_parser(words).parse_args(words)  # exits if an option is not known
 
 
@@ -81,19 +81,23 @@ def test_the_card_is_rendered_again_from_the_files(place, files):
 
 def test_the_record_belongs_to_the_recipe_of_today(place, files):
     _, record, _, release = files
-    recipe, way_out = read_recipe(place.name), WAY_OUT.format(place.name)
+    recipe = read_recipe(place.name)
+    way_out = WAY_OUT.format(place.name)
     assert release["recipe"] == recipe, way_out
-    planned = {
-        f"{what} {name}": options for what in ("evaluate", "finetune") for name, options in recipe[what].items()
-    }
+    planned = {}
+    for command in ("evaluate", "finetune"):
+        for name, options in recipe[command].items():
+            planned[f"{command} {name}"] = options
     assert release["measured"] == planned, way_out
     words = ["pretrain", *flags(recipe["pretrain"]), "--seed", str(recipe["seed"])]
     architecture, run = resolve_pretrain(make_parser(words).parse_args(words))
     assert record["run"].keys() <= vars(run).keys()  # `evaluate` makes a run of it
     for field in dataclasses.fields(run):
         # Other options are resolved when a run begins: a number of epochs becomes a number of steps, for example.
-        if field.metadata["identity"] and (value := getattr(run, field.name)) not in (None, "auto"):
-            assert record["run"][field.name] == value or field.name == "num_train_epochs", (field.name, way_out)
+        value = getattr(run, field.name)
+        is_resolved_later = value in (None, "auto") or field.name == "num_train_epochs"
+        if field.metadata["identity"] and not is_resolved_later:
+            assert record["run"][field.name] == value, (field.name, way_out)
     for option in ("corpus", "validation_corpus"):
         paths = run.text_paths() if option == "corpus" else run.validation_corpus
         assert record["run"][option] == [Path(path).name for path in paths], (option, way_out)
@@ -109,30 +113,31 @@ SHIPPED = [place for place in RECORDED if (place / "model.safetensors").exists()
 
 @pytest.mark.parametrize("place", SHIPPED, ids=lambda folder: folder.name)
 def test_the_shipped_model_is_that_of_its_record_and_fills_masks_as_its_card_says(place):
-    release, metrics = read_record(place / "release.json"), read_record(place / "metrics.json")
+    release = read_record(place / "release.json")
+    metrics = read_record(place / "metrics.json")
     assert content_hash(place / "model.safetensors") == release["weights_sha256"] != release["float32_sha256"]
     model = D2lBertForPreTraining.from_pretrained(place)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     fill = pipeline("fill-mask", model=str(place))
     for prediction in metrics["predictions"]:
-        found = fill(prediction["text"], top_k=len(prediction["output"]))
-        assert [each["token_str"] for each in found] == [each["label"] for each in prediction["output"]]
-        assert [each["score"] for each in found] == pytest.approx(
-            [each["score"] for each in prediction["output"]], abs=2e-3
-        )
+        expected = prediction["output"]
+        found = fill(prediction["text"], top_k=len(expected))
+        assert [each["token_str"] for each in found] == [each["label"] for each in expected]
+        scores = [each["score"] for each in expected]
+        assert [each["score"] for each in found] == pytest.approx(scores, abs=2e-3)
 
 
 def test_the_repository_ships_what_its_recipes_say_in_14_mb():
-    assert {place.name for place in SHIPPED} == {
-        place.name for place in RECORDED if read_recipe(place.name)["ships_weights"]
-    }
+    to_ship = {place.name for place in RECORDED if read_recipe(place.name)["ships_weights"]}
+    assert {place.name for place in SHIPPED} == to_ship
     assert sum((place / "model.safetensors").stat().st_size for place in SHIPPED) <= 14e6
 
 
 def test_a_word_has_another_vector_in_each_text_in_the_released_model_of_the_book():
     """The example of section 15.10."""
     place = RELEASES / "d2l-bert-d2l-books"
-    tokenizer, encoder = AutoTokenizer.from_pretrained(place), D2lBertModel.from_pretrained(place)
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    encoder = D2lBertModel.from_pretrained(place)
     vectors = []
     for texts in (["a crane is flying"], ["a crane driver came", "he just left"]):
         encoded = tokenizer(*texts, return_tensors="pt")
@@ -205,15 +210,18 @@ def given(books, tmp_path):
     (tmp_path / "books" / "valid").mkdir()
     shutil.move(tmp_path / "books" / "train" / "book-00.txt", tmp_path / "books" / "valid")
     (tmp_path / "tables").mkdir()
-    rows = [f"in the {place} number {number},{place}" for number in range(12) for place in ("garden", "tower")]
-    (tmp_path / "tables" / "train.csv").write_text("\n".join(["text,label", *rows]) + "\n")
+    lines = ["text,label"]
+    for number in range(12):
+        lines += [f"in the {place} number {number},{place}" for place in ("garden", "tower")]
+    (tmp_path / "tables" / "train.csv").write_text("\n".join(lines) + "\n")
     return {"BOOKS": tmp_path / "books", "TABLES": tmp_path / "tables"}
 
 
 @pytest.fixture
 def root(given, tmp_path):
     """A folder like model_cards/ with a release that is not recorded yet."""
-    root, entries = tmp_path / "model_cards", []
+    root = tmp_path / "model_cards"
+    entries = []
     (root / NAME).mkdir(parents=True)
     (root / NAME / "release.toml").write_text(RECIPE)
     for name, belows in {"BOOKS": ("train", "valid"), "TABLES": (".",)}.items():
@@ -249,13 +257,14 @@ def make(root, given, folder, **options):
 
 @pytest.mark.slow
 def test_a_model_is_recorded_made_again_to_the_byte_and_published(root, given, tmp_path, in_process, capsys):
-    place, first, again = root / NAME, tmp_path / "build" / NAME, tmp_path / "again"
+    place = root / NAME
+    first = tmp_path / "build" / NAME
+    again = tmp_path / "again"
     assert make(root, given, first, record=True) == 0
-    assert {path.name for path in place.iterdir()} == {
-        *("README.md", "config.json", "metrics.json", "release.json", "release.toml", "run_config.json"),
-        "training_curves.png",
-    }
-    record, card = read_record(place / "release.json"), (place / "README.md").read_text()
+    records = {"config.json", "metrics.json", "release.json", "release.toml", "run_config.json"}
+    assert {path.name for path in place.iterdir()} == {"README.md", "training_curves.png", *records}
+    record = read_record(place / "release.json")
+    card = (place / "README.md").read_text()
     git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
     head = subprocess.run(git, capture_output=True, text=True).stdout.strip()  # nothing outside of a checkout
     assert (record["commit"] or "") == head
@@ -290,7 +299,8 @@ def test_a_model_is_recorded_made_again_to_the_byte_and_published(root, given, t
 
 @pytest.mark.slow
 def test_a_task_is_fine_tuned_beside_the_same_architecture_from_scratch(root, given, tmp_path, in_process):
-    folder, recipe = tmp_path / "made", root / NAME / "release.toml"
+    folder = tmp_path / "made"
+    recipe = root / NAME / "release.toml"
     for task, words in (("places", "there is no model of .*; make it first"), ("animals", "give one of places")):
         with pytest.raises(UserError, match=words):
             make(root, given, folder, task=task)
@@ -313,28 +323,27 @@ def test_a_task_is_fine_tuned_beside_the_same_architecture_from_scratch(root, gi
 
 @pytest.mark.slow
 def test_weights_in_the_repository_are_rounded_and_its_figures_are_theirs(root, given, tmp_path, in_process):
-    place, folder, recipe = root / NAME, tmp_path / "made", root / NAME / "release.toml"
+    place = root / NAME
+    folder = tmp_path / "made"
+    recipe = root / NAME / "release.toml"
     assert make(root, given, folder) == 0
-    exact, before = load_file(folder / "model.safetensors"), read_record(folder / "release.json")
+    exact = load_file(folder / "model.safetensors")
+    before = read_record(folder / "release.json")
     recipe.write_text(recipe.read_text().replace("seed = 3", "seed = 3\nships_weights = true"))
     assert make(root, given, folder, overwrite=True, record=True) == 0
-    record, metrics = read_record(place / "release.json"), read_record(place / "metrics.json")
+    record = read_record(place / "release.json")
+    metrics = read_record(place / "metrics.json")
     assert record["float32_sha256"] == before["weights_sha256"] != record["weights_sha256"]
     shipped = load_file(place / "model.safetensors")
     assert all(tensor.dtype == torch.bfloat16 for tensor in shipped.values())
     assert all((tensor == exact[name].bfloat16()).all() for name, tensor in shipped.items())
     model = D2lBertForPreTraining.from_pretrained(place)
     assert model.dtype == torch.float32 and len(AutoTokenizer.from_pretrained(place)) == model.config.vocab_size
-    options = [
-        "--corpus",
-        given["BOOKS"] / "train",
-        "--held_out",
-        "--pppl_sentences=0",
-        "--output",
-        tmp_path / "f.json",
-    ]
-    assert main(["evaluate", *map(str, [place, *options])]) == 0
-    (found,) = read_record(tmp_path / "f.json")["models"]
+    text = given["BOOKS"] / "train"
+    output = tmp_path / "f.json"
+    options = [f"--corpus={text}", "--held_out", "--pppl_sentences=0", f"--output={output}"]
+    assert main(["evaluate", str(place), *options]) == 0
+    (found,) = read_record(output)["models"]
     assert metrics["eval_mlm_loss"] == pytest.approx(found["text"]["mlm_loss"], abs=1e-5)
     # Nothing of the code stands there, and nothing asks for it.
     AutoModelForMaskedLM.from_pretrained(place, trust_remote_code=True)

@@ -1,5 +1,6 @@
 """A run killed twenty times, each time resumed with other processes, micro-batches, workers and checkpoints."""
 
+import itertools
 import os
 import random
 import re
@@ -13,16 +14,18 @@ from runs import log_rows
 from safetensors.torch import load_file
 
 
-MAX_STEPS, EVAL_STEPS = 80, 5
+MAX_STEPS = 80
+EVAL_STEPS = 5
 WORD_SAVES = ("chck_2k", "chck_5k", "chck_20k")
 
 # With an average, schedules of length and batch, models saved by words seen, and a row of the log for each step; all
 # checkpoints are kept. An evaluation of a quarter of the text takes long enough to be interrupted.
-RUN = (
-    *("--mixed_precision=no", "--ema_decay=0.9", "--length_schedule", "16:0.3", "--batch_size_schedule", "4:0.15"),
-    *(f"--max_steps={MAX_STEPS}", f"--eval_steps={EVAL_STEPS}", "--logging_steps=1", "--save_total_limit=999"),
-    *("--save_words", "2k", "5k", "20k", "--validation_fraction=0.25", "--license=mit", *SMALL),
-)
+RUN = f"""
+    --mixed_precision=no --ema_decay=0.9 --length_schedule 16:0.3 --batch_size_schedule 4:0.15
+    --max_steps={MAX_STEPS} --eval_steps={EVAL_STEPS} --logging_steps=1 --save_total_limit=999
+    --save_words 2k 5k 20k --validation_fraction=0.25 --license=mit
+""".split()
+RUN += SMALL
 
 # A run that is to be killed is slow: each step takes this many seconds more, so that a signal that comes late on a
 # busy machine still finds the run alive.
@@ -36,7 +39,8 @@ MOMENTS = {"setup": 2.0, "step": SLOW_SECONDS, "save": 0.01, "step again": SLOW_
 # steps at a peak rate of 3e-3: the largest difference of a weight is 5e-6 between uninterrupted runs of one and of two
 # processes, and no larger between an uninterrupted run and one that is killed and changed 20 times. The losses of a
 # step or an evaluation differ by 3e-7 of their size, perplexities by 5e-7. The tolerances are some ten times as wide.
-WEIGHT_TOLERANCE, LOSS_TOLERANCE = 5e-5, 1e-5
+WEIGHT_TOLERANCE = 5e-5
+LOSS_TOLERANCE = 1e-5
 
 
 def last_step(said) -> int:
@@ -73,15 +77,18 @@ def run_with_kills(words, folder, said, variants, seed):
         variants: the number of processes, the steps between checkpoints, and further options, of the starts in turn.
     """
     words = [*words, f"--output_dir={folder}", "--resume_from_checkpoint=latest"]
-    slow, rng = {"PROMISES_STEP_SECONDS": str(SLOW_SECONDS)}, random.Random(seed)
-    kills = [(moment, number) for moment in MOMENTS for number in (signal.SIGKILL, signal.SIGTERM) * 2]
+    slow = {"PROMISES_STEP_SECONDS": str(SLOW_SECONDS)}
+    rng = random.Random(seed)
+    kills = list(itertools.product(MOMENTS, (signal.SIGKILL, signal.SIGTERM) * 2))
     for turn, (moment, number) in enumerate(rng.sample(kills, len(kills))):
         count, save_steps, options = variants[turn % len(variants)]
         before = last_checkpoint(folder)
-        wanted = {
-            "save": before + save_steps - before % save_steps,
-            "evaluation": before + EVAL_STEPS - before % EVAL_STEPS,
-        }.get(moment, before + rng.randint(1, 3))
+        further = rng.randint(1, 3)
+        if moment == "save":
+            further = save_steps - before % save_steps
+        elif moment == "evaluation":
+            further = EVAL_STEPS - before % EVAL_STEPS
+        wanted = before + further
         parts = [folder / name.format(wanted) for name in (".checkpoint-{}.part", "checkpoint-{}")]
         words_now = [*words, f"--save_steps={save_steps}", *options]
         ranks = start(words_now, script="faulty.py", environment=slow, processes=count, said=said)
@@ -123,7 +130,8 @@ def check_figures(figures, expected, tolerance):
     assert figures.keys() == expected.keys()
     ties = {"eval_mlm_accuracy": "eval_masked_tokens", "eval_nsp_accuracy": "eval_pairs"} if tolerance else {}
     for name in expected.keys() - MEASURED:
-        wanted, tie = expected[name], 1.01 / expected[ties[name]] if name in ties else 0
+        wanted = expected[name]
+        tie = 1.01 / expected[ties[name]] if name in ties else 0
         if isinstance(wanted, float):
             wanted = pytest.approx(wanted, rel=tolerance, abs=tie)
         assert figures[name] == wanted, f"{name}: {figures}"
@@ -135,18 +143,26 @@ def check_same_run(folder, whole, tolerance=0.0):
         state, expected = (read_json(run / path.name / "training_state.json") for run in (folder, whole))
         for name in ("step", "cursor", "words_seen", "skipped_in_a_row"):
             assert state[name] == expected[name], f"{name} at {path.name}"
-    rows, expected_rows = log_rows(folder), log_rows(whole)
-    assert [row["step"] for row in rows if "learning_rate" in row] == list(range(1, MAX_STEPS + 1))
-    assert sum("event" in row for row in rows) == 2 and sum("eval_mlm_loss" in row for row in rows) == 16
-    metrics = [read_json(run / "metrics.json") for run in (folder, whole)]
-    names = [name for name in metrics[1] if re.match("eval_|train_(words|skipped)", name)]
-    figures, expected = ({name: of[name] for name in names} for of in metrics)
+    rows = log_rows(folder)
+    expected_rows = log_rows(whole)
+    steps = [row["step"] for row in rows if "learning_rate" in row]
+    assert steps == list(range(1, MAX_STEPS + 1))
+    assert sum("event" in row for row in rows) == 2
+    assert sum("eval_mlm_loss" in row for row in rows) == 16
+    metrics = read_json(folder / "metrics.json")
+    expected_metrics = read_json(whole / "metrics.json")
+    names = [name for name in expected_metrics if re.match("eval_|train_(words|skipped)", name)]
+    figures = {name: metrics[name] for name in names}
+    expected = {name: expected_metrics[name] for name in names}
     for row, expected_row in zip([*rows, figures], [*expected_rows, expected], strict=True):
         check_figures(row, expected_row, tolerance)
     for name in WORD_SAVES:
-        assert read_json(folder / name / "words_seen.json") == read_json(whole / name / "words_seen.json")
-    left, expected_left = ({path.name for path in run.glob("*")} for run in (folder, whole))
-    assert left - expected_left == set() and all(name.startswith("checkpoint-") for name in expected_left - left)
+        file = f"{name}/words_seen.json"
+        assert read_json(folder / file) == read_json(whole / file)
+    left = {path.name for path in folder.glob("*")}
+    expected_left = {path.name for path in whole.glob("*")}
+    assert left - expected_left == set()
+    assert all(name.startswith("checkpoint-") for name in expected_left - left)
 
 
 def tensor_files():
@@ -163,16 +179,19 @@ def test_twenty_kills_change_no_byte_of_a_run_whose_micro_batches_stay(books, tm
     """One process, with dropout and packing. The workers and the steps between checkpoints change at each start."""
     words = ["pretrain", f"--corpus={books}", *RUN]
     words += ["--hidden_dropout_prob=0.2", "--attention_probs_dropout_prob=0.1", "--packing=true"]
-    variants = [
-        (1, save_steps, [f"--dataloader_num_workers={workers}"])
-        for workers, save_steps in ((0, 2), (1, 3), (2, 1), (0, 4), (2, 2), (1, 1), (0, 3))
-    ]
-    whole, folder, said = tmp_path / "whole", tmp_path / "killed", tmp_path / "said.txt"
+    variants = []
+    for workers, save_steps in ((0, 2), (1, 3), (2, 1), (0, 4), (2, 2), (1, 1), (0, 3)):
+        variants.append((1, save_steps, [f"--dataloader_num_workers={workers}"]))
+    whole = tmp_path / "whole"
+    folder = tmp_path / "killed"
+    said = tmp_path / "said.txt"
     run_without_kills(words, whole, said)
     run_with_kills(words, folder, said, variants, seed=0)
     check_same_run(folder, whole)
-    files = {f"{path.name}/{name}.safetensors" for path in folder.glob("checkpoint-*") for name in STATE}
-    for file in files.union(tensor_files()):
+    files = list(tensor_files())
+    for path in folder.glob("checkpoint-*"):
+        files += [f"{path.name}/{name}.safetensors" for name in STATE]
+    for file in files:
         assert (folder / file).read_bytes() == (whole / file).read_bytes(), file
 
 
@@ -199,7 +218,8 @@ def test_twenty_kills_with_other_processes_and_micro_batches_change_a_run_by_rou
     for folder in (pair, killed):
         check_same_run(folder, whole, LOSS_TOLERANCE)
         for file in tensor_files():
-            tensors, expected = load_file(folder / file), load_file(whole / file)
+            tensors = load_file(folder / file)
+            expected = load_file(whole / file)
             assert tensors.keys() == expected.keys()
             for name, tensor in expected.items():
                 assert (tensors[name] - tensor).abs().max() < WEIGHT_TOLERANCE, f"{folder.name}: {file}: {name}"

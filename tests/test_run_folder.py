@@ -48,7 +48,8 @@ def instants(monkeypatch, tmp_path):
         A list that fills during the run: the function, ("rename", "delete" or "sync", name of the file), and a copy of
         the folder as it was right before, which is what a run that is killed there leaves.
     """
-    at_work, taken = [], []
+    at_work = []
+    taken = []
 
     def noted(kind, function):
         def call(path, *arguments, **how):
@@ -96,15 +97,21 @@ def test_a_run_killed_at_any_rename_leaves_no_weights_beside_files_of_another_ru
     before = run(books, folder)
     instants.clear()
     after = run(books, folder, *changes)
-    assert before.keys() == after.keys() == MODEL_FILES and before["run_config.json"] != after["run_config.json"]
-    done, copies = [what for _, what, _ in instants], [(function, copy) for function, _, copy in instants]
+    assert before.keys() == after.keys() == MODEL_FILES
+    assert before["run_config.json"] != after["run_config.json"]
+    done = [what for _, what, _ in instants]
+    copies = [(function, copy) for function, _, copy in instants]
     found = [contents(copy) for _, copy in copies]
     assert all(files in (before, after) or WEIGHTS not in files for files in found)
-    assert before in found and after in found and any(WEIGHTS not in files for files in found)
+    assert before in found
+    assert after in found
+    assert any(WEIGHTS not in files for files in found)
 
     # Deletions and new files are on disk before the new weights; a model that is kept so far is deleted only then.
-    gone, there = (len(done) - 1 - done[::-1].index((kind, WEIGHTS)) for kind in ("delete", "rename"))
-    assert done[gone + 1] == done[there - 1] == done[there + 1] == ("sync", folder.name)
+    gone = max(number for number, what in enumerate(done) if what == ("delete", WEIGHTS))
+    there = max(number for number, what in enumerate(done) if what == ("rename", WEIGHTS))
+    for number in (gone + 1, there - 1, there + 1):
+        assert done[number] == ("sync", folder.name)
     assert set(done[: gone if changes == RESUMED else there]) >= {("sync", name) for name in MODEL_FILES}
     assert set(done[gone:there]) >= {("rename", name) for name in MODEL_FILES - {WEIGHTS}}
 
@@ -129,5 +136,5 @@ def test_a_run_that_goes_on_deletes_the_locks_of_one_that_was_killed(trained, tm
     folder = Path(shutil.copytree(trained, tmp_path / "model"))
     lock = folders.lock_of(folder / "checkpoint-40")
     lock.touch()
-    run_folder.start_folder(folder, {}, start=40)
+    run_folder.start_folder(folder, {}, start_step=40)
     assert not lock.exists() and (folder / "checkpoint-40").is_dir()

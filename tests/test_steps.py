@@ -1,6 +1,7 @@
 """Pairs to batches and steps: a step's content depends on the run alone, and a batch equals one built by hand."""
 
 import itertools
+import math
 import os
 import signal
 import threading
@@ -56,7 +57,8 @@ def sequences_of(micro_batches):
                 places = torch.arange(len(where))
                 assert torch.equal(where, where[0] + places), "a sequence stands in one piece"
                 masked = batch["masked_positions"][row] - where[0]
-                mine = (batch["labels"][row] != -100) & (masked >= 0) & (masked < len(where))
+                is_inside = (masked >= 0) & (masked < len(where))
+                mine = is_inside & (batch["labels"][row] != -100)
                 if not mine.any():  # an empty micro-batch, made so that all ranks run equally many
                     continue
                 label = batch["next_sentence_label"][row] if "next_sentence_label" in batch else None
@@ -82,13 +84,12 @@ def test_an_epoch_holds_each_pair_once(text, objective, pairing):
     steps = make_steps(text, packing=True, objective=objective, pairing=pairing)
     stage = steps.stages[0]
     assert stage.pairs_a_step == 32
-    whole_steps = -(-sum(len(stage.pairs.window(0, number)) for number in range(stage.pairs.windows(0))) // 32)
-    held = [
-        sequence
-        for step in itertools.islice(steps.walk(), whole_steps)
-        for sequence in sequences_of(step.micro_batches)
-    ]
-    pairs, _ = stage.pairs.take(START, 32 * whole_steps)
+    count = sum(map(len, stage.epoch_pairs.parts(0)))
+    whole_steps = math.ceil(count / 32)
+    held = []
+    for step in itertools.islice(steps.walk(), whole_steps):
+        held += sequences_of(step.micro_batches)
+    pairs, _ = stage.epoch_pairs.take(START, 32 * whole_steps)
     expected = sequences_of(stage.make_batch(pairs[pair : pair + 1]) for pair in range(len(pairs)))
     assert sorted(held, key=str) == expected and whole_steps < 50
     assert all((label is None) == (objective == "none") for *_, label in expected)
@@ -102,7 +103,7 @@ def test_a_step_has_the_same_sequences_whatever_its_micro_batches_and_ranks_are(
     for micro_batch_size, packing, count in ((1, False, 1), (4, False, 3), (4, True, 2), (100, True, 1)):
         options = {"micro_batch_size": micro_batch_size, "packing": packing, "pairing": pairing}
         parts = [step_at(make_steps(text, Ranks(count, own), **options), step) for own in range(count)]
-        micro_batches = [batch for part in parts for batch in part.micro_batches]
+        micro_batches = list(itertools.chain.from_iterable(part.micro_batches for part in parts))
         assert sequences_of(micro_batches) == sequences_of(expected.micro_batches)
         assert len({len(part.micro_batches) for part in parts}) == 1
         in_a_row = max(int(batch.get("sequence_ids", batch["attention_mask"]).max()) for batch in micro_batches)
@@ -133,7 +134,8 @@ def test_the_counts_of_a_step_are_those_of_its_sequences(text, packing):
 def test_a_step_of_shorter_pairs_has_as_many_tokens_also_where_lengths_do_not_divide(text, length):
     steps = make_steps(text, length_schedule=[f"{length}:0.5"])
     shorter, whole = steps.stages
-    assert whole.pairs_a_step == 16 and abs(shorter.pairs_a_step * length - 16 * 48) <= length / 2
+    assert whole.pairs_a_step == 16
+    assert abs(shorter.pairs_a_step * length - 16 * 48) <= length / 2
     assert shorter.pairs_a_step == len(sequences_of(step_at(steps, 0).micro_batches))
 
 
@@ -147,10 +149,13 @@ def test_a_resumed_run_goes_on_from_the_cursor_of_the_step_before_and_lays_out_n
     text, monkeypatch, step
 ):
     whole = make_steps(text)
-    cursor, expected = step_at(whole, step - 1).cursor, sequences_of(step_at(whole, step).micro_batches)
-    again, laid_out, pieces = make_steps(text), [], EpochPairs.pieces
+    cursor = step_at(whole, step - 1).cursor
+    expected = sequences_of(step_at(whole, step).micro_batches)
+    again = make_steps(text)
+    laid_out = []
+    pieces = EpochPairs.pieces
     for stage in again.stages:
-        stage.pairs._open_window = None  # a new process has laid out nothing
+        stage.epoch_pairs._open_window = None  # a new process has laid out nothing
 
     def recorded(pairs, epoch, window):
         laid_out.append((pairs.length, epoch, window))
@@ -158,13 +163,18 @@ def test_a_resumed_run_goes_on_from_the_cursor_of_the_step_before_and_lays_out_n
 
     monkeypatch.setattr(EpochPairs, "pieces", recorded)
     assert sequences_of(next(again.walk(step, cursor)).micro_batches) == expected
-    first = (48, 0, 0) if step == 50 else (24 if step < 50 else 48, *cursor[:2])  # 50: the first of another length
-    assert min(laid_out) == first and (step == 50 or cursor > (0, 0, 32))
+    if step == 50:  # the first of another length
+        first = (48, 0, 0)
+    else:
+        first = (24 if step < 50 else 48, *cursor[:2])
+    assert min(laid_out) == first
+    assert step == 50 or cursor > (0, 0, 32)
 
 
 def test_without_workers_a_thread_makes_two_steps_ahead_while_this_one_is_taken():
     """And an error of this thread is raised where its step is taken."""
-    made, threads = [threading.Event() for _ in range(6)], set()
+    made = [threading.Event() for _ in range(6)]
+    threads = set()
 
     class Steps:
         on_gpu = False
@@ -182,7 +192,8 @@ def test_without_workers_a_thread_makes_two_steps_ahead_while_this_one_is_taken(
     loaded = steps_ahead(Steps())
     assert next(loaded).cursor.first == 0 and made[3].wait(60)  # two beside the one that follows
     assert not made[4].is_set() and threading.current_thread() not in threads
-    assert [next(loaded).cursor.first for _ in range(3)] == [1, 2, 3] and made[4].wait(60)
+    assert [next(loaded).cursor.first for _ in range(3)] == [1, 2, 3]
+    assert made[4].wait(60)
     with pytest.raises(ValueError, match="cannot be written"):
         next(loaded)
     assert list(steps_ahead(Steps(), 6)) == []
@@ -247,7 +258,8 @@ def test_a_gpu_gets_no_attention_mask_where_no_token_is_padding_or_rows_are_pack
     for _, made, loaded in zip(range(3), steps.walk(), steps_ahead(for_gpu), strict=False):
         assert loaded.counts == made.counts
         for batch, found in zip(made.micro_batches, loaded.micro_batches, strict=True):
-            assert all(any(tensor is other for other in pinned) for tensor in found.values())
+            for tensor in found.values():
+                assert any(tensor is other for other in pinned)
             if packing or (batch["attention_mask"] == 1).all():
                 del batch["attention_mask"]
             assert found.keys() == batch.keys()

@@ -43,14 +43,21 @@ documents_of_a_store = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size
 def test_joined_stores_hold_the_documents_that_are_kept_one_after_the_other(stores, at_once, rng):
     """As one store that is written from the documents that are kept."""
     with tempfile.TemporaryDirectory() as folder:
-        parts, kept, documents, ids = [], [], [], []
+        parts = []
+        kept = []
+        documents = []
+        ids = []
         vocab_size = rng.choice([400, 70_000])  # ids of either type
         for number, lengths in enumerate(stores):
-            drawn = np.array([rng.randrange(vocab_size) for _ in range(sum(map(sum, lengths)))])
-            parts.append(TokenizedCorpus(write_store(Path(folder, str(number)), lengths, vocab_size, drawn)))
-            kept.append(np.array([one for one in range(len(lengths)) if rng.random() < 0.7], dtype=int))
-            documents += [lengths[one] for one in kept[-1]]
-            ids += [token for one in kept[-1] for token in tokens_of(parts[-1], one)]
+            tokens = sum(map(sum, lengths))
+            drawn = np.array([rng.randrange(vocab_size) for _ in range(tokens)])
+            part = TokenizedCorpus(write_store(Path(folder, str(number)), lengths, vocab_size, drawn))
+            kept_here = [one for one in range(len(lengths)) if rng.random() < 0.7]
+            for one in kept_here:
+                documents.append(lengths[one])
+                ids += tokens_of(part, one)
+            parts.append(part)
+            kept.append(np.array(kept_here, dtype=int))
         ends = np.cumsum([len(some) for some in kept]).tolist()
         expected = TokenizedCorpus(write_store(Path(folder, "expected"), documents, vocab_size, ids, ends))
         Path(folder, "all").mkdir()
@@ -73,16 +80,19 @@ def test_a_sample_of_many_small_documents_is_spread_over_all_batches(characters,
     lines = [f"line {number} of the log" for number in range(1000)]
     (tmp_path / "app.log").write_text("\n".join(lines))
     found = TextStore(prepare_text([file_source(tmp_path / "app.log")], None, tmp_path))
-    assert len(found) == len(found.hashes) == len(set(found.hashes.tolist())) == 1000
+    assert len(found) == len(found.hashes) == 1000
+    assert len(set(found.hashes.tolist())) == 1000
     assert list(found.part()) == lines
     assert found.reading["characters"] == found.characters.sum() == sum(map(len, lines))
     assert found.reading["documents"] == found.reading["sentences"] == 1000
     is_chosen = np.isin(np.arange(1000), [0, 7, 500, 999])
     kept = [line for line, is_out in zip(lines, is_chosen, strict=True) if not is_out]
     assert list(found.part(is_chosen)) == [lines[number] for number in (0, 7, 500, 999)]
-    assert list(found.part(~is_chosen)) == kept and list(found.part(~is_chosen).sample()) == kept
+    assert list(found.part(~is_chosen)) == kept
+    assert list(found.part(~is_chosen).sample()) == kept
     sample = list(found.part(~is_chosen).sample(3000))
-    assert 2900 < sum(map(len, sample)) < 3100 and sample == [line for line in kept if line in sample]
+    assert 2900 < sum(map(len, sample)) < 3100
+    assert sample == [line for line in kept if line in sample]
     gaps = np.diff([kept.index(line) for line in sample])
     assert gaps.min() >= 0.9 * gaps.max() - 1
 
@@ -96,15 +106,22 @@ def test_tokens_on_disk_are_those_of_the_tokenizer(at_once, processes, text, tmp
         (tmp_path / source).mkdir()
         for number in range(1, 25):
             sentences = " ".join(f"Anna met {source} number {place}." for place in range(number * 20))
-            is_bare = number % 5 == 2 or (source == "b" and number < 4)
-            (tmp_path / source / f"{number:02d}.txt").write_text("\ue000" * number if is_bare else sentences)
+            has_no_token = number % 5 == 2 or (source == "b" and number < 4)
+            content = "\ue000" * number if has_no_token else sentences
+            (tmp_path / source / f"{number:02d}.txt").write_text(content)
     found = TextStore(prepare_text([file_source(tmp_path / source) for source in ("a", "b")], "en", tmp_path))
     corpus = TokenizedCorpus(prepare_tokens(found.part(), text.tokenizer, tmp_path, processes))
-    documents = [list(found.part(np.arange(len(found)) == number)) for number in range(len(found))]
-    expected = [text.tokenizer(sentences, add_special_tokens=False)["input_ids"] for sentences in documents]
-    expected = [ids for ids in expected if any(ids)]
-    assert [tokens_of(corpus, number) for number in range(len(corpus))] == [sum(ids, []) for ids in expected]
-    assert np.diff(corpus.sentence_starts).tolist() == [len(sentence) for ids in expected for sentence in ids]
+    numbers = np.arange(len(found))
+    documents = []
+    lengths = []
+    for number in numbers:
+        sentences = list(found.part(numbers == number))
+        ids = text.tokenizer(sentences, add_special_tokens=False)["input_ids"]
+        if any(ids):
+            documents.append(sum(ids, []))
+            lengths += map(len, ids)
+    assert [tokens_of(corpus, number) for number in range(len(corpus))] == documents
+    assert np.diff(corpus.sentence_starts).tolist() == lengths
     assert corpus.source_ends == [19, 19 + 17]
 
 
@@ -113,19 +130,21 @@ def test_what_the_cache_keeps_of_a_text_is_kept_apart_by_all_that_it_follows_fro
     assert len({prepare_text([file_source(books)], language, tmp_path) for language in ("en", "zh")}) == 2
     part = TextStore(prepare_text([file_source(books)], "en", tmp_path)).part()
     other = train_wordpiece(part, vocab_size=60)
-    kept = [
-        TokenizedCorpus(prepare_tokens(part, tokenizer, tmp_path, 1, unit))
-        for tokenizer in (text.tokenizer, other)
-        for unit in ("white space", "tokenizer")
-    ]
-    assert len({(len(corpus.ids), int(corpus.words_before[-1])) for corpus in kept}) == 4
+    kept = set()
+    for tokenizer in (text.tokenizer, other):
+        for unit in ("white space", "tokenizer"):
+            corpus = TokenizedCorpus(prepare_tokens(part, tokenizer, tmp_path, 1, unit))
+            kept.add((len(corpus.ids), int(corpus.words_before[-1])))
+    assert len(kept) == 4
     options = [{"vocab_size": 300}, {"vocab_size": 60}, {"vocab_size": 300, "lowercase": False}]
     trained = [prepare.prepare(PretrainConfig(corpus=[str(books)], **some)) for some in options]
     assert len({wordpiece.tokenizer_fingerprint(prepared.tokenizer) for prepared in trained}) == 3
     # An existing tokenizer has a coverage of its own.
-    few = BertTokenizer(vocab={piece: index for index, piece in enumerate([*wordpiece.SPECIAL_TOKENS, *"abc", "##a"])})
     run = PretrainConfig(corpus=[str(books)], max_unknown_share=1)
-    many, most = (prepare.prepare(run, tokenizer).coverage["unknown_characters"] for tokenizer in (other, few))
+    pieces = [*wordpiece.SPECIAL_TOKENS, *"abc", "##a"]
+    few = BertTokenizer(vocab={piece: index for index, piece in enumerate(pieces)})
+    many = prepare.prepare(run, other).coverage["unknown_characters"]
+    most = prepare.prepare(run, few).coverage["unknown_characters"]
     assert most > 10 * many
 
 
@@ -139,8 +158,10 @@ def test_ids_of_a_large_vocabulary_are_whole_also_in_joined_stores(tmp_path):
     corpus = TokenizedCorpus(prepare_tokens(part, tokenizer, tmp_path))
     assert corpus.ids.max() == 5 + 69_999 and corpus.ids[0] == 5
     (tmp_path / "joined").mkdir()
-    join_stores(tmp_path / "joined", len(tokenizer), [corpus, corpus], [np.arange(40), np.arange(3)])
-    assert TokenizedCorpus(tmp_path / "joined").ids.tolist() == [*corpus.ids, *corpus.ids[: 3 * 3]]
+    kept = [np.arange(40), np.arange(3)]
+    join_stores(tmp_path / "joined", len(tokenizer), [corpus, corpus], kept)
+    joined = TokenizedCorpus(tmp_path / "joined")
+    assert joined.ids.tolist() == [*corpus.ids, *corpus.ids[: 3 * 3]]
 
 
 RULES = [
@@ -160,11 +181,13 @@ def test_tokenizing_word_by_word_equals_tokenizing_the_sentence(sentences, rules
     given = (*sentences, "Abc, b\u0301 [MASK] caab.", "你a你 \u0301b\x07c", "a\u200bb a\u200cb" + "ab0" * 50)
     sentences = [" ".join(text.split()) for text in given]
     encode = SentenceEncoder(tokenizer.backend_tokenizer.to_str())
-    assert encode.by_word
-    encode.by_word = False
+    assert encode.encodes_words
+    encode.encodes_words = False
     ids, lengths, words = whole = encode(sentences)
-    assert words.tolist() == [len(sentence.split()) for sentence in sentences] and len(ids) == lengths.sum()
-    encode.by_word, encode.known = True, {}
+    assert words.tolist() == [len(sentence.split()) for sentence in sentences]
+    assert len(ids) == lengths.sum()
+    encode.encodes_words = True
+    encode.known_ids = {}
     for _ in range(2):  # in the first round the words are new, in the second they are cached
         for found, expected in zip(encode(sentences), whole, strict=True):
             assert found.tolist() == expected.tolist()
@@ -198,20 +221,25 @@ def test_held_out_documents_are_those_of_the_smallest_hashes_the_large_ones_last
     """Each text has a size and some copies, which stand anywhere."""
     hashes = list(range(len(texts)))
     rng.shuffle(hashes)
-    documents = [number for number, (_, copies) in enumerate(texts) for _ in range(copies)]
+    documents = []
+    for number, (_, copies) in enumerate(texts):
+        documents += [number] * copies
     rng.shuffle(documents)
     totals = [size * copies for size, copies in texts]
     wanted = min(fraction * sum(totals), most)
-    order = sorted(range(len(texts)), key=lambda text: (totals[text] * (totals[text] > wanted), hashes[text]))
-    chosen = []
-    while len(chosen) < 2 or (sum(totals[text] for text in chosen) < wanted and len(chosen) < len(texts) - 2):
-        chosen.append(order[len(chosen)])
-    found = held_out_documents(
-        np.array([hashes[text] for text in documents]),
-        np.array([texts[text][0] for text in documents]),
-        fraction,
-        most,
-    )
+
+    def place(text):
+        """Texts that are larger than what is wanted come last, the largest after all others."""
+        return totals[text] if totals[text] > wanted else 0, hashes[text]
+
+    order = sorted(range(len(texts)), key=place)
+    chosen = order[:2]
+    for text in order[2:-2]:
+        if sum(totals[one] for one in chosen) < wanted:
+            chosen.append(text)
+    of_documents = np.array([hashes[text] for text in documents])
+    sizes = np.array([texts[text][0] for text in documents])
+    found = held_out_documents(of_documents, sizes, fraction, most)
     assert found.tolist() == [text in chosen for text in documents]
 
 

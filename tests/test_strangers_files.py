@@ -12,7 +12,7 @@ from d2l_bert.__main__ import main
 from d2l_bert.messages import UserError
 from d2l_bert.model_cards import card, pictures
 from d2l_bert.options import what_is_wrong
-from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning import scoring
 from d2l_bert.training.finetuning.rows import Row, Split, write_predictions
 from d2l_bert.training.run_folder import refuse_foreign_entries
 
@@ -20,7 +20,8 @@ from d2l_bert.training.run_folder import refuse_foreign_entries
 @pytest.mark.parametrize("place", ["attempts", "attempts/evil", "attempts/rate/model", "checkpoint-5", "log.jsonl"])
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_a_run_s_folder_with_links_or_pipes_is_refused(tmp_path, place, kind):
-    folder, victim = tmp_path / "run", tmp_path / "victim"
+    folder = tmp_path / "run"
+    victim = tmp_path / "victim"
     victim.mkdir()
     (folder / place).parent.mkdir(parents=True)
     if kind == "link":
@@ -120,7 +121,7 @@ def test_a_card_beyond_any_size_is_refused(tmp_path):
 def test_each_class_has_its_row_in_the_report_whatever_its_name():
     names = ["accuracy", "accuracy (class)", "macro avg", "macro avg (class)"]
     true = [names[number % 4] for number in range(40)]
-    report = metrics.report_by_class(true, true, names)
+    report = scoring.report_by_class(true, true, names)
     of_classes = [row for name, row in report.items() if name.endswith("(class)")]
     assert [row["support"] for row in of_classes] == [10] * 4
 
@@ -130,7 +131,9 @@ def test_no_new_column_takes_the_place_of_another(tmp_path):
     predicted = {"probability of a": [0.25], "probability of a (predicted)": [0.75]}
     write_predictions(tmp_path / "p.jsonl", split, predicted)
     row = json.loads((tmp_path / "p.jsonl").read_text())
-    assert row["probability of a"] == "x" and sorted(row.values(), key=str)[:2] == [0.25, 0.75] and len(row) == 3
+    assert row["probability of a"] == "x"
+    assert sorted(row.values(), key=str)[:2] == [0.25, 0.75]
+    assert len(row) == 3
 
 
 def test_a_picture_shows_names_with_two_dollars_as_they_are(tmp_path):

@@ -64,9 +64,9 @@ def world(tmp_path_factory):
     """A folder with a pretrained model (`run`), a fine-tuned one (`tuned`), a stock BERT (`bert`) and texts."""
     folder = tmp_path_factory.mktemp("strangers")
     write_books(folder / "books", count=8)
-    verbs = (("sold", "a"), ("lost", "b"))
-    rows = [f"{number} of them {verb} it,{label}\n" for verb, label in verbs for number in range(6)]
-    (folder / "rows.csv").write_text("text,label\n" + "".join(rows))
+    sold = [f"{number} of them sold it,a\n" for number in range(6)]
+    lost = [f"{number} of them lost it,b\n" for number in range(6)]
+    (folder / "rows.csv").write_text("".join(["text,label\n", *sold, *lost]))
     (folder / "lines.txt").write_text("anna sold the kettle.\nbob lost it.\n")
     with contextlib.chdir(folder):
         run = ["--corpus=books", "--output_dir=run", "--max_steps=2", "--license=mit", "--embedding_layer_norm=true"]
@@ -101,13 +101,19 @@ def edit(file, **entries):
 
 def files_in(folder):
     """Each file below a folder, with its size and the time of its last change."""
-    return {path: (path.lstat().st_size, path.lstat().st_mtime_ns) for path in folder.rglob("*") if not path.is_dir()}
+    found = {}
+    for path in folder.rglob("*"):
+        if not path.is_dir():
+            status = path.lstat()
+            found[path] = (status.st_size, status.st_mtime_ns)
+    return found
 
 
 def run(command):
     """Run a command in this process; returns its exit code and what it wrote on stdout and stderr."""
     demo.load.cache_clear()  # it keeps models by their names, and every one is called M here
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(COMMANDS[command])
     return code, out.getvalue(), err.getvalue()
@@ -130,7 +136,8 @@ def refusal(command):
     "name", ["../mine", ".bashrc", "/etc/hostname", "sub/x.png", "x.txt", "..", "a.png/../../mine"]
 )
 def test_a_picture_that_is_no_picture_in_the_folder_is_not_copied(name, model):
-    folder, mine = model("run"), Path("mine")
+    folder = model("run")
+    mine = Path("mine")
     mine.write_text("precious")
     (folder / ".bashrc").write_text("evil")
     edit(folder / "metrics.json", pictures={name: ""})
@@ -156,19 +163,26 @@ COPIED = ("README.md", "metrics.json", "training_curves.png", "1_Pooling/config.
 
 @pytest.mark.parametrize("name", [*READ, *COPIED, "LICENSE"])
 def test_a_link_that_leaves_the_folder_is_followed_by_no_command(name, model):
-    file, secret = model("run") / name, Path("secret")
+    file = model("run") / name
+    secret = Path("secret")
     file.parent.mkdir(exist_ok=True)
     secret.write_bytes(file.read_bytes() if file.exists() else b"{}")
     file.unlink(missing_ok=True)
     file.symlink_to(secret.resolve())
-    for command in ("publish", *(["to bert"] if name != "LICENSE" else []), *(OF_ENCODERS if name in READ else [])):
+    commands = ["publish"]
+    if name != "LICENSE":
+        commands.append("to bert")
+    if name in READ:
+        commands += OF_ENCODERS
+    for command in commands:
         assert "link that leads out" in refusal(command)
 
 
 def test_a_link_in_a_module_of_an_exported_model_is_refused_and_the_cache_of_the_hub_is_read(model):
     """The Hub's client keeps a model as links from `snapshots/<commit>/` to `blobs/`."""
     folder = model("run")
-    blobs, snapshot = Path("cache/blobs").resolve(), Path("cache/snapshots/abc").resolve()
+    blobs = Path("cache/blobs").resolve()
+    snapshot = Path("cache/snapshots/abc").resolve()
     shutil.rmtree("cache", ignore_errors=True)
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -457,7 +471,9 @@ PROPERTIES = ("sub_configs", "is_heterogeneous", "per_layer_attributes", "use_re
 @contextlib.contextmanager
 def heard():
     """Collect all that Transformers logs within the block."""
-    said, logger, handler = [], logging.getLogger("transformers"), logging.Handler()
+    said = []
+    logger = logging.getLogger("transformers")
+    handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logger.addHandler(handler)
     try:
@@ -554,7 +570,8 @@ def test_a_hostile_tokenizer_is_refused_in_one_line_and_at_once(what, model, cap
 
 
 PADDING = {"strategy": "BatchLongest", "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]"}
-CLS, TEXT = {"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+CLS = {"SpecialToken": {"id": "[CLS]", "type_id": 0}}
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
 KNOWN = {"[CLS]": {"id": "[CLS]", "ids": [2], "tokens": ["[CLS]"]}}
 ADDED = {"special": True, **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)}
 
@@ -663,7 +680,8 @@ TEMPLATES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("what", TEMPLATES)
 def test_a_tokenizer_that_makes_other_inputs_than_an_encoder_reads_is_refused(what, model):
-    folder, rules = model("run"), None
+    folder = model("run")
+    rules = None
     if TEMPLATES[what]:
         single, pair, ids = TEMPLATES[what]
         known = {name: {"id": name, "ids": [3], "tokens": [name]} for name in ("[CLS]", "[SEP]")}
@@ -679,7 +697,8 @@ def test_a_tokenizer_that_makes_other_inputs_than_an_encoder_reads_is_refused(wh
 def stock_tokenizers():
     """A tokenizer of each kind of stock encoders, of letters."""
     letters = [*"abcdefghijklmnopqrstuvwxyz"]
-    bert, bytes_of = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    bert = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    bytes_of = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 
     def numbered(special, more=()):
         return {entry: number for number, entry in enumerate([*special, *letters, *more])}
@@ -867,10 +886,10 @@ def test_a_model_of_one_segment_reads_pairs_without_segments(model):
     folder = model("bert")
     config = BertConfig.from_pretrained(folder, type_vocab_size=1)
     BertForPreTraining(config).save_pretrained(folder)
-    Path("pairs.csv").write_text(
-        "text,text_pair,label\n" + "".join(f"{n} left.,bob left.,a\n{n} left.,it.,b\n" for n in range(6))
-    )
-    assert run("next-sentence")[0] == run("evaluate")[0] == run("attention")[0] == run("embed")[0] == 0
+    rows = [f"{n} left.,bob left.,a\n{n} left.,it.,b\n" for n in range(6)]
+    Path("pairs.csv").write_text("".join(["text,text_pair,label\n", *rows]))
+    for command in ("next-sentence", "evaluate", "attention", "embed"):
+        assert run(command)[0] == 0
     with contextlib.redirect_stderr(io.StringIO()):
         assert main(["finetune", "M", *TUNING, "--train_file=pairs.csv", "--output_dir=OUT"]) == 0
 
@@ -949,7 +968,8 @@ def damaged(text, draw):
 def damage_and_run(seed, model):
     """Damage a record of a model, and run a command that reads it; a string that says what was wrong, or ""."""
     draw = random.Random(seed)
-    kind, name = draw.choice([*COMMANDS_OF]), draw.choice(RECORDS)
+    kind = draw.choice([*COMMANDS_OF])
+    name = draw.choice(RECORDS)
     folder = model(kind)
     if not (folder / name).exists():
         return ""
@@ -962,7 +982,8 @@ def damage_and_run(seed, model):
     before = files_in(folder)
     code, out, err = run(command)
     lines = [line for line in err.splitlines() if "error:" in line]
-    is_right = code == 0 or (code == 2 and len(lines) == 1 and not [*Path().glob("OUT*")])
+    is_refused = code == 2 and len(lines) == 1 and not any(Path().glob("OUT*"))
+    is_right = code == 0 or is_refused
     is_quiet = "Traceback" not in err and "\x1b" not in out + err and files_in(folder) == before
     return "" if is_right and is_quiet else f"seed {seed}: {kind}, {name}, {command}: {code} {err[-600:]}"
 

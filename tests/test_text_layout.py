@@ -19,7 +19,7 @@ from d2l_bert.tokenization.sentences import (
     CUT,
     FEWEST_DOCUMENTS,
     LONGEST_SENTENCE,
-    SPLIT_CHARACTERS,
+    WINDOW_CHARACTERS,
     split_sentences,
 )
 from d2l_bert.tokenization.sources import HowToRead, dataset_source, file_source
@@ -51,8 +51,29 @@ HINDI = "नदी घर पेड़ और था में पुरान�
 CHINESE = "山川河流春夏秋冬风花雪月人来去看听说话在有的是"
 
 
+def chinese_clause():
+    return "".join(rng.choices(CHINESE, k=rng.randint(6, 20)))
+
+
 def chinese_sentence():
-    return "{}，{}。".format(*("".join(rng.choices(CHINESE, k=rng.randint(6, 20))) for _ in range(2)))
+    return f"{chinese_clause()}，{chinese_clause()}。"
+
+
+def chinese(sentences):
+    return "".join(chinese_sentence() for _ in range(sentences))
+
+
+def mixed(sentences):
+    """Chinese sentences, each before one in Latin letters."""
+    return "".join(f"{chinese_sentence()}{sentence()}" for _ in range(sentences))
+
+
+def hindi(sentences):
+    return " ".join(f"{spaced(HINDI, 9)}।" for _ in range(sentences))
+
+
+def lines_of(make, count):
+    return "\n".join(make() for _ in range(count))
 
 
 def by_columns(text, most):
@@ -96,12 +117,12 @@ KINDS = {
         "wrapped",
     ),
     "wrapped Chinese": (
-        repeated(lambda _: "\n".join(textwrap.wrap("".join(chinese_sentence() for _ in range(9)), 35)), 9, "\n\n"),
+        repeated(lambda _: textwrap.fill(chinese(9), 35), 9, "\n\n"),
         "file",
         "wrapped",
     ),
     "wrapped Chinese with Latin words, by columns": (
-        repeated(lambda _: by_columns("".join(f"{chinese_sentence()}{sentence()}" for _ in range(6)), 76), 9, "\n\n"),
+        repeated(lambda _: by_columns(mixed(6), 76), 9, "\n\n"),
         "file",
         "wrapped",
     ),
@@ -111,12 +132,12 @@ KINDS = {
         "wrapped",
     ),
     "wrapped Hindi": (
-        repeated(lambda _: textwrap.fill(" ".join(f"{spaced(HINDI, 9)}।" for _ in range(8)), 60)),
+        repeated(lambda _: textwrap.fill(hindi(8), 60)),
         "file",
         "wrapped",
     ),
     "BERT's format": (
-        repeated(lambda _: "\n".join(sentence() for _ in range(rng.randint(2, 6))), 20, "\n\n"),
+        repeated(lambda _: lines_of(sentence, rng.randint(2, 6)), 20, "\n\n"),
         "blank_line",
         "sentences",
     ),
@@ -138,7 +159,7 @@ KINDS = {
     ),
     "BERT's format in Urdu": (repeated(lambda _: "یہ گھر ہے۔\nکیا وہ آیا؟", 20, "\n\n"), "blank_line", "sentences"),
     "articles, a paragraph a line": (
-        repeated(lambda _: "\n".join(prose() for _ in range(4)), 20, "\n\n"),
+        repeated(lambda _: lines_of(prose, 4), 20, "\n\n"),
         "blank_line",
         "paragraphs",
     ),
@@ -201,13 +222,17 @@ def read(source):
 def test_a_document_ends_where_the_option_says(tmp_path):
     """The same lines, read in each way; a line is never joined to the next, as the lines are not wrapped."""
     (tmp_path / "a.txt").write_text("One came. Two went.\nThree sat.\n\n \nFour rose. Five fell.\nSix stood.\n")
-    one, three, four, six = ["One came.", "Two went."], ["Three sat."], ["Four rose.", "Five fell."], ["Six stood."]
+    one = ["One came.", "Two went."]
+    three = ["Three sat."]
+    four = ["Four rose.", "Five fell."]
+    six = ["Six stood."]
     whole = [[*one, *three, *four, *six]]
     expected = {"auto": whole, "file": whole, "line": [one, three, four, six], "blank_line": [one + three, four + six]}
     sources = {documents: file_source(tmp_path, HowToRead(documents=documents)) for documents in expected}
     for documents, source in sources.items():
         assert read(source) == expected[documents], documents
-        assert [count for key, count in (+source.counts).items() if key.startswith("files ")] == [1]
+        counted = +source.counts
+        assert [counted[key] for key in counted if key.startswith("files ")] == [1]
     assert len({str(source.identity) for source in sources.values()}) == 4
 
 
@@ -215,20 +240,40 @@ BLOCKS = [[sentence(), f"Dr. Smith came, e.g. with No. {n}.", sentence()] for n 
 LOG = [f"{log(number)} of c. acme. Inc. {number}" if number % 3 == 0 else log(number) for number in range(100)]
 FEW_STOPS = [*LOG[:6], *(line for line in LOG if "acme" not in line)]
 DAYS = [["I love my dog.", f"Day {number}."] for number in range(40)]
-PROSE = [[f"{words(4, 16).capitalize()} seen." for _ in range(10)] for _ in range(20)]
-JAPANESE = [
-    ["".join(rng.choices("エディターとして使う", k=rng.randint(20, 90))) + "。" for _ in range(4)] for _ in range(30)
-]
+
+
+def seen_sentences():
+    return [f"{words(4, 16).capitalize()} seen." for _ in range(10)]
+
+
+def japanese_sentence():
+    return "".join(rng.choices("エディターとして使う", k=rng.randint(20, 90))) + "。"
+
+
+def wrapped(sentences):
+    return textwrap.fill(" ".join(sentences), 60)
+
+
+PROSE = [seen_sentences() for _ in range(20)]
+JAPANESE = [[japanese_sentence() for _ in range(4)] for _ in range(30)]
+JAPANESE_WRAPPED = [textwrap.fill("".join(paragraph), 38) for paragraph in JAPANESE]
+
+
+def with_controls(block):
+    """Lines with characters that BERT deletes."""
+    return "\n".join(block).replace("o", "o\x0b").replace("e", "\x85e")
+
+
 READ = {  # the text of a file, or the rows of a table; its documents; how they are counted
     "BERT's format": ("\n\n".join(map("\n".join, BLOCKS)), BLOCKS, "files divided at empty lines, a sentence a line"),
     "a log": ("\r\n".join(LOG), [[line] for line in LOG], "files divided into lines, a sentence a line"),
     "wrapped Japanese": (
-        "\n\n".join("\n".join(textwrap.wrap("".join(paragraph), 38)) for paragraph in JAPANESE),
+        "\n\n".join(JAPANESE_WRAPPED),
         [list(itertools.chain.from_iterable(JAPANESE))],
         "files read whole, lines joined",
     ),
     "control characters that BERT deletes": (
-        "\n\n".join("\n".join(block).replace("o", "o\x0b").replace("e", "\x85e") for block in BLOCKS),
+        "\n\n".join(map(with_controls, BLOCKS)),
         BLOCKS,
         "files divided at empty lines, a sentence a line",
     ),
@@ -239,7 +284,7 @@ READ = {  # the text of a file, or the rows of a table; its documents; how they 
         "rows read whole, a paragraph a line",
     ),
     "rows of wrapped prose": (
-        [textwrap.fill(" ".join(row[:5]), 60) + "\n\n" + textwrap.fill(" ".join(row[5:]), 60) for row in PROSE],
+        [f"{wrapped(row[:5])}\n\n{wrapped(row[5:])}" for row in PROSE],
         PROSE,
         "rows read whole, lines joined",
     ),
@@ -250,21 +295,26 @@ READ = {  # the text of a file, or the rows of a table; its documents; how they 
 @pytest.mark.parametrize("kind", READ)
 def test_the_documents_and_sentences_are_those_of_the_text(kind, tmp_path):
     text, documents, counted = READ[kind]
-    file = tmp_path / ("a.jsonl" if "rows" in kind else "a.txt")
     if "rows" in kind:
-        write_table(file, [{"text": row} for row in text])
+        file = write_table(tmp_path / "a.jsonl", [{"text": row} for row in text])
+        count = len(text)
     else:
+        file = tmp_path / "a.txt"
         file.write_bytes(text.encode())
+        count = 1
     source = file_source(file)
     assert read(source) == documents
-    assert +source.counts == {counted: len(text) if "rows" in kind else 1}
+    assert +source.counts == {counted: count}
     assert read(file_source(file, HowToRead(max_documents=7))) == documents[:7]
 
 
 @pytest.mark.parametrize("opened", [file_source, lambda folder, how: dataset_source(str(folder), how=how)])
 def test_rows_are_divided_like_files_and_put_together_in_blocks(opened, tmp_path):
-    write_table(tmp_path / "train.jsonl", [{"text": ""}, *[{"text": "One came.\nTwo went.\n\nThree sat."}] * 100])
-    one, two, three = "One came.", "Two went.", "Three sat."
+    row = {"text": "One came.\nTwo went.\n\nThree sat."}
+    write_table(tmp_path / "train.jsonl", [{"text": ""}, *[row] * 100])
+    one = "One came."
+    two = "Two went."
+    three = "Three sat."
     assert read(opened(tmp_path, HowToRead(documents="line"))) == [[one], [two], [three]] * 100
     assert read(opened(tmp_path, HowToRead(documents="blank_line"))) == [[one, two], [three]] * 100
     blocks = opened(tmp_path, HowToRead(documents="file"))
@@ -281,6 +331,10 @@ def test_a_line_of_megabytes_is_one_document(text, documents, tmp_path):
     assert sum(len(sentence.replace(" ", "")) for sentence in sentences) == len(text.replace(" ", ""))
 
 
+def without_spaces(paragraphs):
+    return "".join("".join(paragraphs).split())
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 16, 64])
 @pytest.mark.parametrize("documents", ["file", "blank_line", "line"])
 def test_a_text_read_in_small_pieces_is_not_changed(size, documents, tmp_path, monkeypatch):
@@ -288,18 +342,20 @@ def test_a_text_read_in_small_pieces_is_not_changed(size, documents, tmp_path, m
     (tmp_path / "a.txt").write_bytes(text.encode())
     layout = find_layout(text.split("\n"), documents)
     monkeypatch.setattr(documents_module, "find_layout", lambda lines, documents: layout)
-    expected = [list(found) for found in split_documents(text.removeprefix("\ufeff").split("\n"), layout, 1 << 20)]
+    in_lines = split_documents(text.removeprefix("\ufeff").split("\n"), layout, 1 << 20)
+    expected = list(map(list, in_lines))
     monkeypatch.setattr(documents_module, "READ_CHARACTERS", size)
     found = texts(file_source(tmp_path, HowToRead(documents=documents)))
     if size < 32 and documents != "line":  # with such small pieces, long lines and paragraphs are cut
-        found, expected = (["".join("".join(of).split()) for of in some] for some in (found, expected))
+        found = list(map(without_spaces, found))
+        expected = list(map(without_spaces, expected))
     assert found == expected
 
 
 @pytest.mark.parametrize("longest", [1, 100])
 def test_a_line_longer_than_the_pieces_has_single_spaces_too(longest):
     for line in ("a b", "  a  b ", "a\t\u2028b\xa0 c", "\x85", "a \x1f b"):
-        found = [list(paragraphs) for paragraphs in split_documents([line], find_layout([line]), longest)]
+        found = list(map(list, split_documents([line], find_layout([line]), longest)))
         assert found == [[" ".join(line.split())]] * bool(line.strip())
 
 
@@ -352,23 +408,34 @@ def test_a_very_long_paragraph_is_cut_between_sentences():
 @pytest.mark.parametrize(("paragraphs", "sentences_each"), [(4, 1), (30, 1), (1, 40), (100, 5)])
 def test_a_document_of_a_small_corpus_is_divided_alike_wherever_it_stands(paragraphs, sentences_each):
     """Small at first, so that a short text can be split; never more than a quarter of what stands before."""
-    blocks = list(split_sentences([book(paragraphs, sentences_each) for _ in range(2)], "en", Counter()))
-    first, second = ([block for document, _, block in blocks if document == number] for number in (0, 1))
-    count, sizes = paragraphs * sentences_each, list(map(len, first))
+    books = [book(paragraphs, sentences_each) for _ in range(2)]
+    first = []
+    second = []
+    for document, _, block in split_sentences(books, "en", Counter()):
+        (first if document == 0 else second).append(block)
+    count = paragraphs * sentences_each
+    sizes = list(map(len, first))
     assert first == second and sum(first, []) == [f"Sentence {n}." for n in range(count)]
-    assert len(sizes) >= min(4, count // 2) and max(sizes[:4]) <= 6
-    assert all(size <= 2 * (1 + sum(sizes[:number]) // 4) for number, size in enumerate(sizes))
+    assert len(sizes) >= min(4, count // 2)
+    assert max(sizes[:4]) <= 6
+    before = 0
+    for size in sizes:
+        assert size <= 2 * (1 + before // 4)
+        before += size
 
 
 def sentences_of(text, counts):
-    return [line for *_, block in split_sentences([Document(text)], "en", counts) for line in block]
+    blocks = [block for *_, block in split_sentences([Document(text)], "en", counts)]
+    return list(itertools.chain.from_iterable(blocks))
 
 
 def test_text_without_full_stops_is_cut_between_words_and_counted():
-    words, counts = [f"word{n}" for n in range(1000)], Counter()
+    words = [f"word{n}" for n in range(1000)]
+    counts = Counter()
     paragraphs = [" ".join(words), "x" * 2500, "Short."]
     sentences = sentences_of(paragraphs, counts)
-    assert " ".join(sentences[:-5]).split() == words and "".join(sentences[-5:-1]) == "x" * 2500
+    assert " ".join(sentences[:-5]).split() == words
+    assert "".join(sentences[-5:-1]) == "x" * 2500
     assert list(map(len, sentences[-5:-1])) == [600, 600, 600, 700]  # where k-mers and pieces of 100 end, too
     assert sentences[-1] == "Short." and max(map(len, sentences)) <= LONGEST_SENTENCE
     assert min(map(len, sentences[:-6])) > LONGEST_SENTENCE - 10
@@ -377,10 +444,12 @@ def test_text_without_full_stops_is_cut_between_words_and_counted():
 
 
 def test_a_long_text_without_full_stops_is_cut_in_each_window_and_loses_nothing():
-    counts, text = Counter(), "A word " * 100_000 + "ends. Then two more. Three."
+    counts = Counter()
+    text = "A word " * 100_000 + "ends. Then two more. Three."
     sentences = sentences_of([text], counts)
-    assert sentences[-2:] == ["Then two more.", "Three."] and " ".join(sentences) == text
-    assert counts[CUT] == -(-700_000 // SPLIT_CHARACTERS)
+    assert sentences[-2:] == ["Then two more.", "Three."]
+    assert " ".join(sentences) == text
+    assert counts[CUT] == -(-700_000 // WINDOW_CHARACTERS)
 
 
 @pytest.mark.slow
@@ -388,15 +457,19 @@ def test_a_long_paragraph_is_split_in_windows_as_it_is_split_whole(monkeypatch):
     """Its time grows with the square of the length where quotes are open, so it gets short windows alone."""
     rng = random.Random(5)
     words = ["Anna", "saw", "Dr. Smith", "(e.g. No. 7)", '"so"', "today", "in", "Berlin"]
-    paragraph = " ".join(
-        f"{' '.join(rng.choices(words, k=rng.randint(3, 30)))}{rng.choice('.!?')}" for _ in range(2000)
-    )
+    sentences = []
+    for _ in range(2000):
+        drawn = rng.choices(words, k=rng.randint(3, 30))
+        sentences.append(" ".join(drawn) + rng.choice(".!?"))
+    paragraph = " ".join(sentences)
     whole = [sentence.strip() for sentence in sentencex.segment("en", paragraph)]
     windows = mock.Mock(wraps=sentencex.segment)
     monkeypatch.setattr(module.sentencex, "segment", windows)
     assert sentences_of([paragraph], Counter()) == whole
     lengths = [len(call.args[1]) for call in windows.call_args_list]
-    assert max(lengths) <= 1 << 14 and sum(lengths) < 1.2 * len(paragraph) and len(lengths) > 10
+    assert max(lengths) <= 1 << 14
+    assert sum(lengths) < 1.2 * len(paragraph)
+    assert len(lengths) > 10
     quotes = "Er sagte „Haus und ging. " * 20_000
     assert "".join(sentences_of([quotes], Counter())).replace(" ", "") == quotes.replace(" ", "")
     assert max(len(call.args[1]) for call in windows.call_args_list) <= 1 << 14

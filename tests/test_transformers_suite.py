@@ -32,7 +32,8 @@ HEADS = {
     "ForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
     "ForMultipleChoice": "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",
 }
-BATCH, TOKENS = 13, 7
+BATCH = 13
+TOKENS = 7
 
 
 def import_suite():
@@ -65,12 +66,19 @@ class ModelTester:
     """The sizes and inputs that Transformers uses to test stock BERT."""
 
     is_training = True
-    batch_size, seq_length, encoder_seq_length, key_length = BATCH, TOKENS, TOKENS, TOKENS
-    num_hidden_layers, num_attention_heads, hidden_size = 2, 4, 32
-    vocab_size, num_choices = 99, 4
+    batch_size = BATCH
+    seq_length = TOKENS
+    encoder_seq_length = TOKENS
+    key_length = TOKENS
+    num_hidden_layers = 2
+    num_attention_heads = 4
+    hidden_size = 32
+    vocab_size = 99
+    num_choices = 4
 
     def __init__(self, config_class, switches):
-        self.config_class, self.switches = config_class, switches
+        self.config_class = config_class
+        self.switches = switches
 
     def get_config(self):
         return self.config_class(

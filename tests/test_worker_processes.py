@@ -183,7 +183,8 @@ def _prepare(books, home, said, seconds):
 
 @pytest.mark.slow
 def test_a_waiting_process_continues_when_the_other_is_killed(books, tmp_path):
-    context, cache = multiprocessing.get_context("forkserver"), tmp_path / "home" / "d2l_bert"
+    context = multiprocessing.get_context("forkserver")
+    cache = tmp_path / "home" / "d2l_bert"
     context.set_forkserver_preload(["processes", "d2l_bert.training.pretrain", "matplotlib.figure"])
     said = [tmp_path / "first.txt", tmp_path / "second.txt"]
     first, second = (

@@ -72,7 +72,8 @@ def test_what_a_killed_process_left_is_deleted_by_the_next_one(tmp_path, name):
 
 @pytest.mark.slow
 def test_a_small_file_that_two_write_at_nearly_the_same_time_is_written_twice(tmp_path):
-    in_block, done = threading.Event(), []
+    in_block = threading.Event()
+    done = []
 
     def write():
         in_block.wait()
@@ -133,7 +134,8 @@ def test_an_empty_folder_stays_with_its_rights_when_the_work_fails(tmp_path):
     (tmp_path / "out").mkdir(mode=0o700)
     with pytest.raises(RuntimeError), folders.new_folder(tmp_path / "out"):
         raise RuntimeError
-    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700 and not any((tmp_path / "out").iterdir())
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700
+    assert not any((tmp_path / "out").iterdir())
 
 
 def test_an_empty_folder_is_removed_before_the_rename_on_windows(tmp_path, monkeypatch):

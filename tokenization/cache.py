@@ -85,14 +85,15 @@ def cached(
     check: Callable[[Path], object] = lambda path: None,
 ) -> Path:
     """
-    The folder of the cache with what follows from some values of JSON, written by `write_once` if it is not there.
+    A folder of the cache whose content follows from `identity`; `write_once` writes it if it is not there.
 
-    Its name changes with them, and with what splits text and tokenizes: two libraries and Python's Unicode tables.
+    Its name has a hash of `identity`, and of the versions of what splits text and tokenizes: two libraries and
+    Python's Unicode tables.
 
     Args:
         folder: the cache.
         kind: the beginning of the name.
-        identity: the values.
+        identity: values of JSON.
         write, check: as in `write_once`.
 
     Raises:

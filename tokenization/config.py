@@ -85,15 +85,15 @@ class SourceConfig(Options):
         Raises:
             UserError: as in `hub_datasets.dataset_folder`.
         """
-        for name in {"dataset", "validation_dataset"} & vars(self).keys():
-            given = getattr(self, name)
+        for option_name in {"dataset", "validation_dataset"} & vars(self).keys():
+            given = getattr(self, option_name)
             given = given if isinstance(given, (list, str)) else [given]
-            if any(not isinstance(one, str) for one in given):
-                from d2l_bert.tokenization.hub_datasets import (
-                    dataset_folder as named,  # a command's help needs no PyArrow
-                )
+            if all(isinstance(one, str) for one in given):
+                continue
+            from d2l_bert.tokenization.hub_datasets import dataset_folder  # loads PyArrow, which help does without
 
-                setattr(self, name, [one if isinstance(one, str) else named(one, self.text_column) for one in given])
+            names = [one if isinstance(one, str) else dataset_folder(one, self.text_column) for one in given]
+            setattr(self, option_name, names)
 
     def contradictions(self, given: set[str]) -> Iterator[str]:
         """As in `Options`."""
@@ -115,8 +115,8 @@ class TextConfig(SourceConfig):
         UserError: from `check`, for a value out of its range or values that contradict each other.
     """
 
-    # Options of `pretrain` alone: a model to start from, and a separate text to evaluate on, as `prepare` holds out a
-    # part of the text.
+    # Options of `pretrain` alone, which are fields of its `PretrainConfig`: a model to start from, and a separate text
+    # to evaluate on. `prepare` has neither; for it, the code that both commands share reads these values.
     init_from: ClassVar[str | None] = None
     validation_corpus: ClassVar[list[str]] = []
     validation_dataset: ClassVar[list[str]] = []
@@ -221,6 +221,12 @@ def dataset_and_config(dataset: str) -> tuple[str, str | None]:
 
 # Options for training a tokenizer: refused together with an existing tokenizer.
 TOKENIZER_TRAINING_OPTIONS = (
-    *("vocab_size", "lowercase", "strip_accents", "pre_tokenizer", "unicode_normalization", "individual_digits"),
-    *("min_frequency", "limit_alphabet"),
+    "vocab_size",
+    "lowercase",
+    "strip_accents",
+    "pre_tokenizer",
+    "unicode_normalization",
+    "individual_digits",
+    "min_frequency",
+    "limit_alphabet",
 )

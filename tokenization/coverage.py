@@ -19,7 +19,7 @@ from d2l_bert.tokenization.rules import (
     normalized,
     split_words,
 )
-from d2l_bert.tokenization.wordpiece import plain_backend, text_backend
+from d2l_bert.tokenization.wordpiece import literal_json, literal_tokenizer
 
 
 # Beyond these shares a line names the cause, and the option that mends it. For marks, it is `NOTICEABLE`.
@@ -124,7 +124,7 @@ def _count_dropped(characters, normalizer):
 
 def _encode(words, tokenizer):
     """How many characters of the words stand in `[UNK]`; the words that have the same ids, in a list for these ids."""
-    backend = plain_backend(text_backend(tokenizer))
+    backend = literal_tokenizer(literal_json(tokenizer))
     unk = tokenizer.unk_token_id
     unknown_characters = 0
     words_by_ids = {}

@@ -20,8 +20,15 @@ MOST_STARS = 4
 # `features`. Others that a reader has, such as pandas' `read_csv`, may be regular expressions, or sizes of the memory.
 ONE_CHARACTER = ("sep", "delimiter", "quotechar", "escapechar", "comment", "decimal", "thousands", "lineterminator")
 YES_OR_NO = (
-    *("default", "keep_default_na", "na_filter", "skipinitialspace", "skip_blank_lines", "doublequote"),
-    *("keep_linebreaks", "drop_labels", "drop_metadata"),
+    "default",
+    "keep_default_na",
+    "na_filter",
+    "skipinitialspace",
+    "skip_blank_lines",
+    "doublequote",
+    "keep_linebreaks",
+    "drop_labels",
+    "drop_metadata",
 )
 WHOLE_NUMBERS = ("header", "skiprows", "nrows", "quoting")
 NAMES = ("names", "column_names", "usecols", "columns")

@@ -47,12 +47,13 @@ def text_documents(lines: Iterator[str], counts: Counter, documents: str = "auto
     Raises:
         UserError: as in `decoded`.
     """
-    first = _beginning(lines)
-    layout = find_layout(first, documents)
+    first_lines = _beginning(lines)
+    layout = find_layout(first_lines, documents)
     are_sentences = layout.lines == "sentences"
-    found = split_documents(itertools.chain(first, lines), layout, READ_CHARACTERS)
-    for number, paragraphs in enumerate(found):
-        counts[f"files {layout}"] += number == 0
+    paragraphs_of_documents = split_documents(itertools.chain(first_lines, lines), layout, READ_CHARACTERS)
+    for number, paragraphs in enumerate(paragraphs_of_documents):
+        if number == 0:  # only a file with a document is counted
+            counts[f"files {layout.description()}"] += 1
         yield Document(paragraphs, are_sentences=are_sentences)
 
 
@@ -68,21 +69,22 @@ def row_documents(texts: Iterable[str], counts: Counter, documents: str = "auto"
             paragraph.
     """
     texts = _with_text(texts, counts)
-    first = _beginning(texts)
+    first_rows = _beginning(texts)
     lines = []
-    for text in first:
+    for text in first_rows:
         lines += ["", *tables.LINE_END.split(text.strip())]
-    layout = find_layout(lines[1:], "file" if documents == "auto" else documents)
+    lines_of_rows = lines[1:]  # with an empty line between two rows
+    layout = find_layout(lines_of_rows, "file" if documents == "auto" else documents)  # here "file" stands for a row
     are_sentences = layout.lines == "sentences"
-    rows = itertools.chain(first, texts)
-    if documents == "file":
+    rows = itertools.chain(first_rows, texts)
+    if documents == "file":  # and here, as an option, for many rows
         paragraphs = (" ".join(DELETED.sub("", text).split()) for text in rows)
         while block := list(itertools.islice(paragraphs, BLOCK_ROWS)):
             counts[f"rows read in documents of {BLOCK_ROWS} rows"] += len(block)
             yield Document(block, are_sentences=are_sentences)
         return
     for text in rows:
-        counts[f"rows {layout}"] += 1
+        counts[f"rows {layout.description()}"] += 1
         for paragraphs in split_documents(tables.LINE_END.split(text), layout, READ_CHARACTERS):
             yield Document(paragraphs, are_sentences=are_sentences)
 
@@ -97,5 +99,5 @@ def _with_text(texts, counts):
 
 
 def _beginning(texts):
-    """The first texts of an iterator, until they have `READ_CHARACTERS` characters."""
+    """Take the first texts from an iterator, until they have `READ_CHARACTERS` characters; the rest stays in it."""
     return next(grouped(texts, lambda text: 1 + len(text), READ_CHARACTERS), [])

@@ -15,7 +15,7 @@ from d2l_bert.tokenization.processes import in_order
 from d2l_bert.tokenization.rules import NO_CONTROLS, ZERO_WIDTH_SPACE, WordUnit
 from d2l_bert.tokenization.text_store import Blocks, TextPart
 from d2l_bert.tokenization.token_store import STORE_FORMAT, Section, check_store, write_store
-from d2l_bert.tokenization.wordpiece import CONTINUATION, plain_backend, text_backend
+from d2l_bert.tokenization.wordpiece import CONTINUATION, literal_json, literal_tokenizer
 
 
 # Raise ENCODING_FORMAT by 1 when the same sentences with the same tokenizer would give other ids: token stores that
@@ -49,27 +49,17 @@ def prepare_tokens(
         UserError: the text store is damaged, the cache cannot be written, or a process was killed or could not be
             started.
     """
-    backend = text_backend(tokenizer)
+    json_of_tokenizer = literal_json(tokenizer)
 
     def write(partial):
-        text = part.text
-        blocks = part.blocks
-        at_once = max(1, len(blocks) * TOKENIZED_AT_ONCE // max(part.characters(), 1))
-        documents = text.documents[blocks]
-        ends_document = np.diff(documents, append=-1) != 0
-        spans = []
-        for some in np.split(np.arange(len(blocks)), range(at_once, len(blocks), at_once)):
-            last_blocks = np.flatnonzero(ends_document[some])
-            ended = documents[some][last_blocks]
-            spans.append(Span(blocks[some], last_blocks, text.hashes[ended], text.sources[ended]))
-        tokenize = functools.partial(_tokenize, (text.folder, backend, word_unit))
+        spans = _spans_of(part)
+        tokenize = functools.partial(_tokenize, (part.store.folder, json_of_tokenizer, word_unit))
         sections = in_order(tokenize, spans, min(processes, len(spans)))
-        write_store(partial, len(tokenizer), text.source_count, sections, documents=part.document_count())
-        _opened.cache_clear()  # in the calling process, if no others were started
+        write_store(partial, len(tokenizer), part.store.source_count, sections, documents=part.document_count())
+        _opened.cache_clear()  # of this process, which has encoded if no others were started
 
-    return cached(
-        folder, "tokens", [ENCODING_FORMAT, STORE_FORMAT, part.identity(), backend, word_unit], write, check_store
-    )
+    identity = [ENCODING_FORMAT, STORE_FORMAT, part.identity(), json_of_tokenizer, word_unit]
+    return cached(folder, "tokens", identity, write, check_store)
 
 
 @dataclass(frozen=True)
@@ -79,7 +69,7 @@ class Span:
 
     Args:
         blocks: their numbers (n,).
-        last_blocks: which of them end a document, counted from the first (d,).
+        last_blocks: those that end a document, counted from the first block of the span (d,).
         hashes, sources: the hash, and the number of the source, of each of these documents (d,).
     """
 
@@ -89,22 +79,62 @@ class Span:
     sources: np.ndarray
 
 
+def _spans_of(part):
+    """
+    The spans of a part of a text, of about `TOKENIZED_AT_ONCE` characters each.
+
+    Seven blocks of the documents 3, 4 and 6, in spans of four blocks:
+
+        blocks          10 11 12 13     14 20 21
+        documents        3  3  4  4      4  6  6      the document of each block
+        last_blocks         1            0     2      the places of 11, 14 and 21 in their spans
+        ended               3            4     6      the documents that end here, which hashes and sources are of
+    """
+    store = part.store
+    blocks = part.blocks
+    blocks_at_once = max(1, len(blocks) * TOKENIZED_AT_ONCE // max(part.characters(), 1))
+    documents = store.document_of_block[blocks]
+    ends_document = np.diff(documents, append=-1) != 0
+    spans = []
+    for places in np.split(np.arange(len(blocks)), range(blocks_at_once, len(blocks), blocks_at_once)):
+        last_blocks = np.flatnonzero(ends_document[places])
+        ended = documents[places][last_blocks]
+        spans.append(Span(blocks[places], last_blocks, store.hashes[ended], store.sources[ended]))
+    return spans
+
+
 @functools.lru_cache(maxsize=1)
-def _opened(folder, backend, word_unit):
-    """What a process reads text and encodes it with, opened once."""
-    return Blocks(folder), SentenceEncoder(backend, word_unit)
+def _opened(folder, json_of_tokenizer, word_unit):
+    """The blocks of a text, and what encodes them: opened once in a process."""
+    return Blocks(folder), SentenceEncoder(json_of_tokenizer, word_unit)
 
 
-def _tokenize(arguments, span):
-    """The `Section` of a span of the text."""
-    text, encode = _opened(*arguments)
-    rows = pa.Table.from_batches(text.read(span.blocks))
+def _tokenize(of_store, span):
+    """
+    The `Section` of a span of the text; `of_store` are the arguments of `_opened`.
+
+    Sentences without a token are left out, and the ends of documents are counted without them. A span of two blocks,
+    each of which ends a document, with two sentences and one sentence, of which the second has no token:
+
+        token_counts     5  0 | 4
+        block_ends            2    3      the sentences up to the end of each block
+        kept_before      0  1  1   2      the sentences with tokens before each sentence, and in all
+        document_ends         1    2      kept_before[2], kept_before[3]
+    """
+    blocks, encode = _opened(*of_store)
+    rows = pa.Table.from_batches(blocks.read(span.blocks))
     block_ends = np.cumsum(pc.list_value_length(rows["sentences"]).to_numpy())
-    ids, lengths, words = encode(pc.list_flatten(rows["sentences"]).to_pylist())
-    has_tokens = lengths > 0
-    kept_before = np.append(0, np.cumsum(has_tokens))  # the number of sentences with tokens before each sentence
-    document_ends = kept_before[block_ends[span.last_blocks]]
-    return Section(ids, lengths[has_tokens], words[has_tokens], document_ends, span.hashes, span.sources)
+    ids, token_counts, word_counts = encode(pc.list_flatten(rows["sentences"]).to_pylist())
+    has_tokens = token_counts > 0
+    kept_before = np.append(0, np.cumsum(has_tokens))
+    return Section(
+        ids=ids,
+        token_counts=token_counts[has_tokens],
+        word_counts=word_counts[has_tokens],
+        document_ends=kept_before[block_ends[span.last_blocks]],
+        hashes=span.hashes,
+        sources=span.sources,
+    )
 
 
 class SentenceEncoder:
@@ -116,52 +146,52 @@ class SentenceEncoder:
     of several words, whole sentences are encoded.
 
     Args:
-        backend: the JSON of a `tokenizers.Tokenizer`.
-        word_unit: what to count as words: what stands between `white space`, or what the `tokenizer` splits into
-            pieces, each piece but those that go on a word.
+        json_of_tokenizer: of `literal_json`.
+        word_unit: what to count as words. With `white space` "don't stop" has two words, what stands between white
+            space. With `tokenizer` it has four, "don", "'", "t" and "stop": the tokens that do not begin with ##.
     """
 
-    def __init__(self, backend: str, word_unit: WordUnit = "white space"):
-        self.backend = plain_backend(backend)
-        parts = json.loads(backend)
-        added = self.backend.get_added_tokens_decoder().values()
+    def __init__(self, json_of_tokenizer: str, word_unit: WordUnit = "white space"):
+        self.tokenizer = literal_tokenizer(json_of_tokenizer)
+        parts = json.loads(json_of_tokenizer)
+        added = self.tokenizer.get_added_tokens_decoder().values()
         has_long_token = any(len(token.content.split()) > 1 for token in added)
         is_word_by_word = _is_word_by_word(parts["normalizer"] or {}, parts["pre_tokenizer"] or {})
-        self.by_word = is_word_by_word and not has_long_token
-        self.begins_word = None
+        self.encodes_words = is_word_by_word and not has_long_token  # else whole sentences
+        self.begins_word = None  # or, for each id, 1 if its token begins a word, 0 if it goes on one
         if word_unit == "tokenizer":
-            vocabulary = self.backend.get_vocab()
+            vocabulary = self.tokenizer.get_vocab()
             continuations = [index for piece, index in vocabulary.items() if piece.startswith(CONTINUATION)]
             self.begins_word = np.ones(max(vocabulary.values()) + 1, dtype=np.int64)
             self.begins_word[continuations] = 0
-        self.known = {}
+        self.known_ids = {}  # of the words, or sentences, that were encoded
 
     def __call__(self, sentences: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """
         Returns:
-            The ids of all sentences, concatenated (tokens,); the number of ids of each sentence (sentences,); the
-            number of words of each sentence (sentences,).
+            The ids of all sentences, one after the other (tokens,); how many each sentence has (sentences,); how many
+            words each sentence has (sentences,).
         """
         words = [sentence.split() for sentence in sentences]
-        units = words if self.by_word else [[sentence] for sentence in sentences]
-        new = list(set(itertools.chain.from_iterable(units)).difference(self.known))
-        for unit, encoding in zip(new, self.backend.encode_batch_fast(new, add_special_tokens=False), strict=True):
-            self.known[unit] = encoding.ids
+        encoded_as = words if self.encodes_words else [[sentence] for sentence in sentences]
+        new = list(set(itertools.chain.from_iterable(encoded_as)).difference(self.known_ids))
+        for text, encoding in zip(new, self.tokenizer.encode_batch_fast(new, add_special_tokens=False), strict=True):
+            self.known_ids[text] = encoding.ids
         ids = []
         ends = []
-        for units_of_sentence in units:
-            for unit in units_of_sentence:
-                ids += self.known[unit]
+        for texts_of_sentence in encoded_as:
+            for text in texts_of_sentence:
+                ids += self.known_ids[text]
             ends.append(len(ids))
-        if len(self.known) > MOST_KNOWN_WORDS:
-            for unit in new:
-                del self.known[unit]
+        if len(self.known_ids) > MOST_KNOWN_WORDS:
+            for text in new:
+                del self.known_ids[text]
         ids = np.array(ids, dtype=np.int32)
-        lengths = np.diff(np.array(ends, dtype=np.int64), prepend=0)
+        token_counts = np.diff(np.array(ends, dtype=np.int64), prepend=0)
         if self.begins_word is None:
-            return ids, lengths, np.array(list(map(len, words)), dtype=np.int64)
-        words_before = np.append(0, np.cumsum(self.begins_word[ids]))
-        return ids, lengths, np.diff(words_before[[0, *ends]])
+            return ids, token_counts, np.array(list(map(len, words)), dtype=np.int64)
+        words_before = np.append(0, np.cumsum(self.begins_word[ids]))  # each token, and all
+        return ids, token_counts, np.diff(words_before[[0, *ends]])
 
 
 def _is_word_by_word(normalizer, pre_tokenizer):

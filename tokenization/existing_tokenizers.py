@@ -32,8 +32,13 @@ logger = logging.getLogger(__name__)
 
 # The files of a tokenizer's vocabulary, of which each model has one or the other.
 VOCABULARY_FILES = (
-    *("tokenizer.json", "vocab.txt", "vocab.json"),
-    *("spiece.model", "sentencepiece.bpe.model", "spm.model", "tokenizer.model"),
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "spm.model",
+    "tokenizer.model",
 )
 
 
@@ -78,6 +83,8 @@ def read_tokenizer(name: str, config) -> PreTrainedTokenizerBase:
 # Special tokens around a text or a pair: BERT puts 3 around a pair, RoBERTa 4.
 MOST_AROUND = 16
 
+PUT_BACK = "put back the model's own tokenizer"
+
 
 def check_inputs(tokenizer: PreTrainedTokenizerBase, segments: int) -> None:
     """
@@ -90,45 +97,49 @@ def check_inputs(tokenizer: PreTrainedTokenizerBase, segments: int) -> None:
     Raises:
         UserError: the tokenizer does, or the mask is no token of its own.
     """
-    way_out = "put back the model's own tokenizer"
     others = (tokenizer.unk_token_id, tokenizer.pad_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id)
     if tokenizer.mask_token_id is not None and tokenizer.mask_token_id in others:
-        raise UserError(f"its mask, {tokenizer.mask_token!r:.50}, is another special token, too; {way_out}")
+        raise UserError(f"its mask, {tokenizer.mask_token!r:.50}, is another special token, too; {PUT_BACK}")
     backend = tokenizer.backend_tokenizer
     truncation = backend.truncation
     padding = backend.padding
     backend.no_truncation()
     backend.no_padding()
-    for texts in (("a word",), ("a word", "and another")):
-        what = "a pair of texts" if len(texts) > 1 else "a text"
-        encoding = backend.encode(*texts)
-        expected = []
-        for text in texts:
-            expected += backend.encode(text, add_special_tokens=False).ids
-        numbers = []  # of the text that each token is from
-        found = []
-        around = []
-        for token, number in zip(encoding.ids, encoding.sequence_ids, strict=True):
-            if number is None:
-                around.append(token)
-            else:
-                numbers.append(number)
-                found.append(token)
-        if numbers != sorted(numbers) or found != expected:
-            raise UserError(f"its tokenizer leaves out or moves tokens of {what} (post_processor); {way_out}")
-        if not 1 <= len(around) <= MOST_AROUND:
-            raise UserError(
-                f"its tokenizer puts {len(around)} special tokens around {what} (post_processor), and may put 1 to "
-                f"{MOST_AROUND}; {way_out}"
-            )
-        if tokenizer.mask_token_id in around:
-            raise UserError(f"its tokenizer puts a mask around {what} (post_processor); {way_out}")
-        if segments > 1 and max(encoding.type_ids) >= segments:
-            raise UserError(f"its tokenizer gives {what} segments beyond the model's {segments}; {way_out}")
+    _check_input(tokenizer, segments, "a text", ["a word"])
+    _check_input(tokenizer, segments, "a pair of texts", ["a word", "and another"])
     if truncation:
         backend.enable_truncation(**truncation)
     if padding:
         backend.enable_padding(**padding)
+
+
+def _check_input(tokenizer, segments, what, texts):
+    """As `check_inputs`, of these texts, which are called `what`."""
+    backend = tokenizer.backend_tokenizer
+    encoding = backend.encode(*texts)
+    expected = []
+    for text in texts:
+        expected += backend.encode(text, add_special_tokens=False).ids
+    numbers = []  # of the text that each token is from
+    found = []
+    around = []
+    for token, number in zip(encoding.ids, encoding.sequence_ids, strict=True):
+        if number is None:
+            around.append(token)
+        else:
+            numbers.append(number)
+            found.append(token)
+    if numbers != sorted(numbers) or found != expected:
+        raise UserError(f"its tokenizer leaves out or moves tokens of {what} (post_processor); {PUT_BACK}")
+    if not 1 <= len(around) <= MOST_AROUND:
+        raise UserError(
+            f"its tokenizer puts {len(around)} special tokens around {what} (post_processor), and may put 1 to "
+            f"{MOST_AROUND}; {PUT_BACK}"
+        )
+    if tokenizer.mask_token_id in around:
+        raise UserError(f"its tokenizer puts a mask around {what} (post_processor); {PUT_BACK}")
+    if segments > 1 and max(encoding.type_ids) >= segments:
+        raise UserError(f"its tokenizer gives {what} segments beyond the model's {segments}; {PUT_BACK}")
 
 
 def make_plain(tokenizer: PreTrainedTokenizerBase, backend: Tokenizer) -> None:

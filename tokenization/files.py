@@ -87,7 +87,7 @@ def _sort_out(folder):
         suffix = tables.suffix_unpacked(file)
         if file.exists() and not file.is_file():
             sizes_left_out.setdefault("pipes and devices", []).append(0)
-        elif suffix in READ_SUFFIXES or not (suffix or _is_binary(file)):
+        elif suffix in READ_SUFFIXES or (not suffix and not _is_binary(file)):
             taken.setdefault(real, file)
         else:
             sizes_left_out.setdefault(suffix or "binary without a suffix", []).append(file.lstat().st_size)
@@ -120,7 +120,7 @@ def _files_below(folder):
     linked = []
     seen = set()
     waiting = [(folder, Path(os.path.realpath(folder)))]
-    links = []  # to folders: a heap
+    links = []  # to folders; a heap, as the first by name is followed next
     while waiting or links:
         if not waiting:
             link = Path(*heapq.heappop(links))

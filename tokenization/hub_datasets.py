@@ -40,7 +40,8 @@ def open_dataset(name: str, config: str | None, split: str, streaming: bool) -> 
         if config is not None:
             raise ValueError(f"a folder of save_to_disk has no configurations, so none is called {config}")
         splits = saved_splits(name)
-        if "" in splits and split in ("train", "validation"):  # the defaults
+        # A dataset that was saved alone may have no name of a split. It is taken for those that are the defaults.
+        if "" in splits and split in ("train", "validation"):
             split = ""
         if split not in splits:
             known = ", ".join(filter(None, splits)) or "no splits"
@@ -82,7 +83,7 @@ def dataset_folder(rows, column: str) -> str:
     ):
         rows = rows.select_columns([column])
         path = cache_folder() / f"dataset-{rows_hash(rows)}"
-        # As a dataset of no split: which one it is of is said by whoever hands it over.
+        # Concatenated, rows lose the name of their split: the saved copy is the same whichever split they are from.
         write = datasets.concatenate_datasets([rows]).save_to_disk
     write_once(path, write)
     return str(path)

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 CHARACTERS_A_TOKEN = 16
 
 
-# The most characters of a text that are tokenized to find its first tokens, which a model reads. Usual texts have some
-# 50,000 tokens in 262,144 characters. A text with fewer than a model reads has words longer than any language's; to
-# tokenize 12 million characters without a space took 46 s and 1.2 GB.
+# The most characters of a text that are tokenized to find the tokens which a model reads. So many have some 50,000
+# tokens in usual texts. Where they have fewer than a model reads, words are longer than in any language, and the rest
+# is not looked at: to tokenize 12 million characters without a space took 46 s and 1.2 GB.
 MOST_CHARACTERS = 1 << 18
 
 # Characters whose tokens are counted at once.
@@ -22,34 +22,35 @@ COUNTED_AT_ONCE = 1 << 20
 
 def without_limits(backend: Tokenizer) -> Tokenizer:
     """A copy of a tokenizer that neither truncates nor pads."""
-    plain = copy.deepcopy(backend)
-    plain.no_truncation()
-    plain.no_padding()
-    return plain
+    unlimited = copy.deepcopy(backend)
+    unlimited.no_truncation()
+    unlimited.no_padding()
+    return unlimited
 
 
 def is_long(text: str, most: int) -> bool:
-    """Whether a text is cut by `beginning_of`, if it can be."""
+    """Whether `beginning_of` cuts a text, of which `most` tokens are read."""
     return len(text) > CHARACTERS_A_TOKEN * most
 
 
-def beginning_of(text: str, most: int, plain: Tokenizer) -> str:
+def beginning_of(text: str, most: int, unlimited: Tokenizer) -> str:
     """
     The beginning of a text whose first tokens are those of the whole text, and which has more tokens than `most`.
 
     A tokenizer cuts a text into words from left to right, so what stands behind a word does not change the words
-    before it. The beginning ends behind two words more than are needed. The text is returned as it is if it is short.
-    If its words cannot be told, or if it has fewer words than are needed, as where the whole text is one word, its
-    first `MOST_CHARACTERS` characters are returned.
+    before it. The beginning ends behind two words more than are needed.
+
+    A text that is not long (`is_long`) is returned as it is. If where words begin cannot be told, or there are fewer
+    words than are needed, as where the whole text is one word, its first `MOST_CHARACTERS` characters are returned.
 
     Args:
-        most: how many tokens are read, without special tokens or with them.
-        plain: of `without_limits`.
+        most: how many tokens are read; a few more, such as special tokens, do no harm.
+        unlimited: of `without_limits`.
     """
     end = CHARACTERS_A_TOKEN * most
     text = text[: max(end, MOST_CHARACTERS)]
     while end < len(text):
-        encoding = plain.encode(text[:end], add_special_tokens=False)
+        encoding = unlimited.encode(text[:end], add_special_tokens=False)
         words = encoding.word_ids
         if None in words:  # tokens of no word: where words begin is not known
             return text
@@ -66,15 +67,15 @@ def ending_of(text: str) -> str:
     return text[-MOST_CHARACTERS:]
 
 
-def token_count(text: str, plain: Tokenizer) -> int:
+def token_count(text: str, unlimited: Tokenizer) -> int:
     """
     How many tokens a text has, without special tokens. One of more than a million characters is counted in parts, and
     a word between two parts counts as two.
 
     Args:
-        plain: of `without_limits`.
+        unlimited: of `without_limits`.
     """
     count = 0
     for begin in range(0, len(text), COUNTED_AT_ONCE):
-        count += len(plain.encode(text[begin : begin + COUNTED_AT_ONCE], add_special_tokens=False))
+        count += len(unlimited.encode(text[begin : begin + COUNTED_AT_ONCE], add_special_tokens=False))
     return count

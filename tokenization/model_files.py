@@ -144,7 +144,7 @@ def _counts_parts(place):
 
 
 def walk(value: object, place: str = "") -> Iterator[tuple[str, object]]:
-    """Each value inside of a value of JSON, with its place. Depth is bounded, as `json` has read the value."""
+    """Each value inside of a value of JSON, and before it its place: {"a": [5]} at "" gives "", "a" and "a[0]"."""
     waiting = [(place, value)]
     while waiting:
         place, value = waiting.pop()
@@ -155,16 +155,16 @@ def walk(value: object, place: str = "") -> Iterator[tuple[str, object]]:
             waiting += [(f"{place}[{number}]", entry) for number, entry in enumerate(value)]
 
 
-def check_numbers(content: dict, most: int) -> str:
+def place_of_wrong_count(content: dict, weights: int) -> str:
     """
-    The first place in config.json that counts layers, groups or blocks beyond what a model with so many weights has.
+    The first place in config.json that counts more layers, groups or blocks than the model has weights; "" if none.
 
     Args:
         content: of config.json.
-        most: the number of tensors in the file of weights.
+        weights: the number of tensors in the file of weights.
     """
-    counted = {name: value for name, value in content.items() if name not in ("id2label", "label2id")}
-    for place, value in walk(counted):
-        if _counts_parts(place) and type(value) is int and value > max(most, 1024):
+    without_labels = {name: value for name, value in content.items() if name not in ("id2label", "label2id")}
+    for place, value in walk(without_labels):
+        if _counts_parts(place) and type(value) is int and value > max(weights, 1024):
             return place
     return ""

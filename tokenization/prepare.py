@@ -84,19 +84,22 @@ def prepare(run: TextConfig, existing: PreTrainedTokenizerBase | None = None) ->
 
 
 def _from_prepared_folders(run):
-    """The `PreparedText` of prepared folders; with a validation text, their held-out documents are left aside."""
+    """
+    The `PreparedText` of prepared folders. A validation text takes the place of their held-out documents, and is
+    divided into documents and sentences as their text was.
+    """
     prepared = read_prepared_folders([Path(path) for path in run.text_paths()])
     check_unknown_share(prepared.corpus_name, prepared.coverage, run)
     options = prepared.token_options
-    validation = _open_validation(dataclasses.replace(run, documents=options["documents"]))
-    if not validation:
+    sources = _open_validation(dataclasses.replace(run, documents=options["documents"]))
+    if not sources:
         return prepared
     how = HowToTokenize(prepared.tokenizer, prepared.tokenizer_report["word_unit"], run.processes())
-    languages = options["language"] or ""
-    evaluation = _validation_text(validation, languages.partition(",")[0] or None, prepared.train, how)
+    first_language = (options["language"] or "").partition(",")[0]  # several folders may be in several: "en, de"
+    evaluation = _validation_text(sources, first_language or None, prepared.train, how)
     return dataclasses.replace(
         prepared,
-        tokenizer_report={**prepared.tokenizer_report, "unknown_share": evaluation.unknown_share},
+        tokenizer_report=prepared.tokenizer_report | {"unknown_share": evaluation.unknown_share},
         held_out=evaluation.tokens,
         validation=evaluation.validation,
     )
@@ -105,13 +108,13 @@ def _from_prepared_folders(run):
 def _from_text(run, existing):
     """The `PreparedText` of files and datasets; with a validation text, nothing is held out."""
     assert existing is not None or run.existing_tokenizer() is None, "the tokenizer that the run names is not given"
-    validation = _open_validation(run)
+    validation_sources = _open_validation(run)
     what = WhatToRead(paths=run.text_paths(), datasets=run.dataset, split=run.dataset_split)
     sources = open_sources(what, HowToRead.of(run))
     text = read_sources(sources, run.language)
     reading = dict(text.reading)
-    with explained(text.name, "", UserError):
-        is_held_out = _choose_held_out(text.store, run, has_validation=bool(validation))
+    with explained(text.name, "", UserError):  # what is refused here is said of the text by its name
+        is_held_out = _choose_held_out(text.store, run, has_validation=bool(validation_sources))
         if copies := len(text.store) - len(np.unique(text.store.hashes)):
             reading["documents that are copies of others"] = copies
             logger.info(
@@ -126,14 +129,14 @@ def _from_text(run, existing):
     check_unknown_share(text.name, fitted.coverage, run)
     how = HowToTokenize(fitted.tokenizer, fitted.contents["word_unit"], run.processes())
     train = _tokenize(train_part, how, text.name)
-    if validation:
-        evaluation = _validation_text(validation, run.language, train, how)
+    if validation_sources:
+        evaluation = _validation_text(validation_sources, run.language, train, how)
     else:
         evaluation = _evaluation_text(text.store.part(is_held_out), how, text.name)
     facts = facts_of(fitted.tokenizer)
     options = run.token_options()
     if existing is None:
-        options["strip_accents"] = facts["strip_accents"]
+        options["strip_accents"] = facts["strip_accents"]  # what "auto" has become
     hub_datasets = dict.fromkeys(source.name for source in sources if source.is_on_hub)
     return PreparedText(
         token_options=options,
@@ -175,7 +178,7 @@ class HowToTokenize:
 
 
 def _tokenize(part, how, name):
-    """The tokens of a part of a text, at least two documents."""
+    """The tokens of a part of a text; refuses a part with fewer than two documents that have tokens."""
     with explained(name, "", UserError):
         tokens = TokenizedCorpus(prepare_tokens(part, how.tokenizer, cache_folder(), how.processes, how.word_unit))
         if empty := part.document_count() - len(tokens):
@@ -214,9 +217,9 @@ def _evaluation_text(part, how, name):
 
 
 def _validation_text(sources, language, train, how):
-    """The `EvaluationText` of validation sources, with the number of documents that are also in the training text."""
+    """The `EvaluationText` of the sources of a validation text; warns if its documents are in the training text."""
     text = read_sources(sources, language)
-    documents, in_both = text.store.documents_in(train.hashes)
+    documents, in_both = text.store.count_documents_also_in(train.hashes)
     evaluation = _evaluation_text(text.store.part(), how, f"validation text {text.name}")
     if in_both:
         logger.warning(
@@ -289,21 +292,8 @@ def read_sources(sources: Sequence[Source], language: str | None) -> ReadText:
     return ReadText(name, store, reading)
 
 
-CONTENT_FILE = "content.json"
-
-
-class FoundInSample(TypedDict):
-    """The content of content.json in the cache: what `fit_tokenizer` has found in a sample of a text."""
-
-    account: Coverage
-    contents: Contents
-
-
-class TrainedTokenizer(FoundInSample):
-    """And the tokenizer that it has trained on the sample."""
-
-    rules: RulesRecord
-    pieces: list[str]
+# ---------------------------------------------------------------------------------------------------------------------
+# The tokenizer
 
 
 @dataclass(frozen=True)
@@ -322,6 +312,24 @@ class FittedTokenizer:
     contents: Contents
 
 
+# The file in a folder of the cache that holds a `SampleRecord` or a `TrainedRecord`.
+RECORD_FILE = "content.json"
+
+
+class SampleRecord(TypedDict):
+    """What is recorded of a sample of a text and an existing tokenizer."""
+
+    account: Coverage  # in all files this is the name of a coverage
+    contents: Contents
+
+
+class TrainedRecord(SampleRecord):
+    """What is recorded of a sample and of the tokenizer that was trained on it: the tokenizer, too."""
+
+    rules: RulesRecord
+    pieces: list[str]
+
+
 def fit_tokenizer(run: TextConfig, existing: PreTrainedTokenizerBase | None, sample: TextPart) -> FittedTokenizer:
     """
     The tokenizer of a run: trained on the sample, or an existing one, extended by words of the sample if asked.
@@ -329,23 +337,24 @@ def fit_tokenizer(run: TextConfig, existing: PreTrainedTokenizerBase | None, sam
     What was computed of the same sample with the same options is read from the cache.
     """
     if existing is None:
-        return _trained_tokenizer(run, sample)
+        return _trained_on(sample, run)
     if run.extend_vocab:
         existing = wordpiece.extend_wordpiece(existing, count_words(sample), run.extend_vocab, run.min_frequency)
 
-    def look_at_sample():
+    def make_record():
         words = count_words(sample)
         contents = contents_of(words)
-        return {"account": coverage_of(words, existing), "contents": contents}
+        coverage = coverage_of(words, existing)
+        return {"account": coverage, "contents": contents}
 
-    found = _cached_content(sample, wordpiece.text_backend(existing), look_at_sample, _read_found)
-    return FittedTokenizer(existing, found["account"], found["contents"])
+    record = _cached_record(sample, wordpiece.literal_json(existing), make_record, _read_sample_record)
+    return FittedTokenizer(existing, coverage=record["account"], contents=record["contents"])
 
 
-def _trained_tokenizer(run, sample):
-    """The `FittedTokenizer` that is trained on the sample, and logs what it is."""
+def _trained_on(sample, run):
+    """The `FittedTokenizer` that is trained on a sample; logs what it is."""
 
-    def train():
+    def make_record():
         words = count_words(sample)
         contents = contents_of(words)
         logger.info(f"training a tokenizer of at most {run.vocab_size:,} pieces")
@@ -358,63 +367,54 @@ def _trained_tokenizer(run, sample):
             run.unicode_normalization,
         )
         tokenizer = wordpiece.train_on_words(words, rules, run.vocab_size, run.min_frequency, run.limit_alphabet)
+        coverage = coverage_of(words, tokenizer)
         return {
             "rules": vars(rules),
             "pieces": wordpiece.pieces(tokenizer),
-            "account": coverage_of(words, tokenizer),
+            "account": coverage,
             "contents": contents,
         }
 
     options = {name: getattr(run, name) for name in TOKENIZER_TRAINING_OPTIONS}
-    found = _cached_content(sample, options, train, _read_trained)
-    tokenizer = wordpiece.make_tokenizer(found["pieces"], Rules(**found["rules"]))
-    settings = ", ".join(f"{name} {value}" for name, value in found["rules"].items())
+    record = _cached_record(sample, options, make_record, _read_trained_record)
+    tokenizer = wordpiece.make_tokenizer(record["pieces"], Rules(**record["rules"]))
+    settings = ", ".join(f"{name} {value}" for name, value in record["rules"].items())
     with_digits = facts_of(tokenizer)["entries_with_digits"]
     logger.info(f"tokenizer: {settings}; {len(tokenizer):,} entries, {with_digits:,} of them with digits")
-    return FittedTokenizer(tokenizer, found["account"], found["contents"])
+    return FittedTokenizer(tokenizer, coverage=record["account"], contents=record["contents"])
 
 
-def _cached_content(sample, made_with, find, read):
+def _cached_record(sample, made_with, make_record, read):
     """
-    The content of content.json in the cache for a sample of a text.
+    The record of a sample of a text and a tokenizer, from the cache, where it is written first if it is not there.
 
     Args:
-        made_with: JSON values that decide the content, beside the sample.
-        find: returns the content where the cache lacks it.
-        read: reads it from a folder, and checks it.
+        made_with: JSON values that decide the record, beside the sample.
+        make_record: returns the record to write.
+        read: reads the record from a folder, and checks it.
     """
 
     def write(folder):
-        (folder / CONTENT_FILE).write_text(json.dumps(find()))
+        (folder / RECORD_FILE).write_text(json.dumps(make_record()))
 
     identity = [TOKENIZER_FORMAT, sample.identity(), made_with]
     return read(cached(cache_folder(), "tokenizer", identity, write, read))
 
 
-def _read_found(folder, kind=FoundInSample):
-    """
-    What was found in a sample, in a folder of the cache.
-
-    Raises:
-        ValueError: it holds something else.
-    """
-    found = read_record(folder / CONTENT_FILE, kind)
-    check_coverage(found["account"])
-    return found
+def _read_sample_record(folder, kind=SampleRecord):
+    """The `SampleRecord` in a folder of the cache; raises ValueError if there is something else."""
+    record = read_record(folder / RECORD_FILE, kind)
+    check_coverage(record["account"])
+    return record
 
 
-def _read_trained(folder):
-    """
-    What was found in a sample and the tokenizer that was trained on it, in a folder of the cache.
-
-    Raises:
-        ValueError: it holds something else.
-    """
-    found = _read_found(folder, TrainedTokenizer)
-    pieces = set(found["pieces"])
-    if len(pieces) < len(found["pieces"]) or not pieces.issuperset(wordpiece.SPECIAL_TOKENS):
+def _read_trained_record(folder):
+    """The `TrainedRecord` in a folder of the cache; raises ValueError if there is something else."""
+    record = _read_sample_record(folder, TrainedRecord)
+    pieces = set(record["pieces"])
+    if len(pieces) < len(record["pieces"]) or not pieces.issuperset(wordpiece.SPECIAL_TOKENS):
         raise ValueError("the pieces are no vocabulary")
-    if found["rules"].keys() != RulesRecord.__annotations__.keys():
+    if record["rules"].keys() != RulesRecord.__annotations__.keys():
         raise ValueError("the rules are those of another version")
-    Rules(**found["rules"])  # raises for those that there are not
-    return found
+    Rules(**record["rules"])  # raises for values that no rule has
+    return record

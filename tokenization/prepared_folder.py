@@ -50,7 +50,8 @@ PREPARED_FORMAT = 6
 # Characters of the names of a text's sources, of which there may be thousands, in messages and records.
 MOST_NAMES = 200
 
-# So many characters, each of which may be a word, Unicode's normalization makes of one at most (of U+FDFA).
+# The most words that a character can become: Unicode's normalization makes at most 18 characters of one (of U+FDFA),
+# and each of them may be a word.
 MOST_OF_A_CHARACTER = 18
 
 STORES = ("train", "held_out")  # the folders of the token stores, and the names of the corpora in `PreparedText`
@@ -332,9 +333,10 @@ def _join(folders, parts):
     reading = Counter()
     for part in parts:
         reading += Counter(part.reading)
-    coverage = {}
-    for name_of_count, value in first.coverage.items():
-        coverage[name_of_count] = sum((part.coverage[name_of_count] for part in parts), type(value)())
+    coverage = dict(first.coverage)
+    for part in parts[1:]:
+        for entry, value in part.coverage.items():
+            coverage[entry] = coverage[entry] + value  # numbers are added up; the examples are a list
     unknown_shares = [part.tokenizer_report["unknown_share"] for part in parts]
     unknown_share = float(np.average(unknown_shares, weights=[len(part.held_out.ids) for part in parts]))
     return PreparedText(
@@ -342,7 +344,7 @@ def _join(folders, parts):
         corpus_name=name,
         hub_datasets=list(dict.fromkeys(hub_datasets)),
         source_fingerprints=[part.fingerprint() for part in parts],
-        text_fingerprint=int(np.sum([part.text_fingerprint for part in parts])),
+        text_fingerprint=int(np.sum([part.text_fingerprint for part in parts])),  # in 64 bits, as in `TextStore`
         reading=dict(reading),
         coverage=coverage,
         tokenizer=first.tokenizer,
@@ -504,6 +506,7 @@ def _check_name(name):
 
 
 def _text_of(folder, record):
+    """The `PreparedText` of a prepared folder with this record."""
     counts = record["counts"]
     return PreparedText(
         token_options=record["token_options"],
@@ -534,5 +537,6 @@ def _check_stores(text, record, check_whole):
         raise ValueError(f"the text is said to have {words:,} words, which are too many for its characters")
     recorded = record["counts"]
     for name, value in text.counts().items():
-        if name.startswith((*STORES, "corpus_fingerprint")) and value != recorded.get(name):
+        follows_from_stores = name.startswith((*STORES, "corpus_fingerprint"))
+        if follows_from_stores and value != recorded.get(name):
             raise ValueError(f"{name} is {value}, and {recorded.get(name)!r:.100} is recorded")

@@ -47,7 +47,8 @@ def python_docs(processes: int = 1) -> Iterator[Document]:
     of_files = itertools.chain.from_iterable(in_order(_prose_of_files, groups, processes))
     seen = set()
     for paragraphs in itertools.chain(reference, of_files):
-        new = [paragraph for paragraph in paragraphs if paragraph not in seen and not seen.add(paragraph)]
+        new = [paragraph for paragraph in dict.fromkeys(paragraphs) if paragraph not in seen]
+        seen.update(new)
         if new:
             yield Document(new)
 
@@ -58,8 +59,16 @@ def python_docs(processes: int = 1) -> Iterator[Document]:
 
 # Folders of tests, data, programs and other packages, among the source files.
 SKIPPED_FOLDERS = {
-    *("test", "tests", "testing", "idlelib", "lib2to3", "pydoc_data"),
-    *("site-packages", "dist-packages", "__pycache__", ".."),
+    "test",
+    "tests",
+    "testing",
+    "idlelib",
+    "lib2to3",
+    "pydoc_data",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "..",
 }
 
 
@@ -143,7 +152,8 @@ def prose(text: str) -> list[str]:
             is_prose = not _NO_PROSE.search(block)
             for pattern, replacement in _MARKUP.items():
                 block = re.sub(pattern, replacement, block)
-            if is_prose and _are_prose(words := block.split()):
+            words = block.split()
+            if is_prose and _are_prose(words):
                 paragraphs.append(" ".join(words))
     return paragraphs
 

@@ -73,7 +73,7 @@ class Rules:
             characters; `kmers:6` also into pieces of six characters that do not overlap. `kmers:100` cuts only words
             that would be `[UNK]` else.
         individual_digits: every digit is a word.
-        zero_width_spaces: U+200B ends a word; else it is deleted, as in BERT.
+        zero_width_spaces: U+200B, the zero-width space, ends a word; else it is deleted, as in BERT.
         keep_joiners: the zero-width non-joiner (U+200C) and joiner (U+200D), and Mongolian's (U+180E), stay; else they
             are deleted, as in BERT.
         unicode_normalization: `NFC`, `NFKC` or `none`, before all else.
@@ -145,7 +145,7 @@ def count_words(texts: Iterable[str]) -> Counter:
 
 
 def count_characters(words: Counter) -> dict[str, int]:
-    """How often each character occurs in some words, each counted as often as it occurs."""
+    """How often each character occurs in a text, from how often each word does."""
     codes = np.frombuffer("".join(words).encode("utf-32-le", "surrogatepass"), dtype="<u4")
     occurrences = np.fromiter(words.values(), dtype=float)
     lengths = np.fromiter(map(len, words), dtype=int)
@@ -170,8 +170,13 @@ def split_words(
     """
     How often each word occurs, as a normalizer and a pre-tokenizer make words of those between white space.
 
-    In BERT's, a word is one punctuation mark, one Chinese character, or a run of other characters without white space:
-    "[MASK]" in a text is three words.
+    With BERT's, "[MASK]" in a text is three words: a word is one punctuation mark, one Chinese character, or a run of
+    other characters without white space.
+
+    Args:
+        words: how often each word between white space occurs (`count_words`).
+        normalizer: None to leave words as they are.
+        splitter: the pre-tokenizer; None to leave words whole.
     """
     split = Counter()
     for word, count in words.items():
@@ -199,21 +204,25 @@ class Contents(TypedDict):
 
 def contents_of(words: Counter) -> Contents:
     """
-    What a text is made of, as shares from 0 to 1, but for three.
+    What a text is made of.
 
     Args:
         words: how often each word occurs (`count_words`).
 
     Returns:
-        `marks`: nonspacing marks of the decomposed text, beside its letters.
+        Shares, from 0 to 1 but for the marks:
+        `marks`: nonspacing marks of the decomposed text, for each letter.
+        `zero_width_spaces`: of the words, those that U+200B ends, between letters.
+        `joiners`: of the words, those with one of `JOINERS` between letters; or, if more, of the word types, those
+            that differ in them alone.
+        `long_words`: of the characters, those in words over `LONGEST_WORD` characters, as BERT's rules split words.
+        `mixed_forms`: of the words, those in the rarer of the normal forms NFC and NFD, if the two differ.
+        `mixed_case`: of the runs of letters and digits, those with a capital letter behind the first and a small one.
+        `dotless`: of the letters, the Turkish ones ı and İ.
+        And:
         `has_hangul`: whether it holds a Hangul syllable, which decomposing takes apart.
-        `zero_width_spaces`: words that U+200B ends, between letters.
-        `joiners`: words with one of `JOINERS` between letters; or, if more, word types that differ in them alone.
-        `long_words`: characters in words over `LONGEST_WORD` characters, as BERT's rules split words.
-        `word_unit`: what to count as words (`WordUnit`): by the characters in these and in `SPACELESS` scripts.
-        `mixed_forms`: words in the rarer of the normal forms NFC and NFD, of those that differ in them.
-        `mixed_case`: words with a capital letter inside, beside small ones.
-        `dotless`: Turkish dotless and dotted letters i, beside all letters.
+        `word_unit`: what to count as words (`WordUnit`): the tokenizer's if more than `MOST_SPACELESS` of the
+            characters are in long words or in `SPACELESS` scripts.
         `script`: the commonest of the letters' `SCRIPTS`; "" if they are of no such.
     """
     characters = count_characters(words)
@@ -223,18 +232,19 @@ def contents_of(words: Counter) -> Contents:
     marks = sum(count * count_marks(character) for character, count in characters.items())
     scripts = count_scripts(characters)
     # Only words with a character beyond ASCII can have a zero-width space, a joiner or two normal forms.
-    rare = {word: count for word, count in words.items() if not word.isascii()}
-    ended = sum(count * _between_letters(word, ZERO_WIDTH_SPACE) for word, count in rare.items())
+    beyond_ascii = {word: count for word, count in words.items() if not word.isascii()}
+    # A zero-width space makes two words of one between white space.
+    more_words = sum(count * _between_letters(word, ZERO_WIDTH_SPACE) for word, count in beyond_ascii.items())
     long_words = _characters_in_long_words(words) / all_characters
     spaceless = sum(scripts[script] for script in SPACELESS) / all_characters
     return {
         "marks": marks / letters,
         "has_hangul": any("가" <= character <= "힣" for character in characters),
-        "zero_width_spaces": ended / (all_words + ended),
-        "joiners": _share_of_joiners(rare, words, all_words),
+        "zero_width_spaces": more_words / (all_words + more_words),
+        "joiners": _share_of_joiners(beyond_ascii, words, all_words),
         "long_words": long_words,
         "word_unit": "white space" if spaceless + long_words <= MOST_SPACELESS else "tokenizer",
-        "mixed_forms": _count_rarer_form(rare) / all_words,
+        "mixed_forms": _count_rarer_form(beyond_ascii) / all_words,
         "mixed_case": _share_of_mixed_case(words),
         "dotless": (characters.get("ı", 0) + characters.get("İ", 0)) / letters,
         "script": scripts.most_common(1)[0][0] if scripts else "",
@@ -248,19 +258,19 @@ def _characters_in_long_words(words):
     return sum(count * len(part) for part, count in parts.items() if len(part) > LONGEST_WORD)
 
 
-def _share_of_joiners(rare, words, all_words):
+def _share_of_joiners(beyond_ascii, words, all_words):
     """The share of words with a joiner between letters; or, if more, of word types that differ in joiners alone."""
-    joined = sum(count * _between_letters(word, JOINERS) for word, count in rare.items())
-    without = Counter(re.sub(f"[{JOINERS}]", "", word) for word in rare)
-    merged = sum(count for count in without.values() if count > 1)
+    joined = sum(count * _between_letters(word, JOINERS) for word, count in beyond_ascii.items())
+    types_without = Counter(re.sub(f"[{JOINERS}]", "", word) for word in beyond_ascii)
+    merged = sum(types for types in types_without.values() if types > 1)
     return max(joined / all_words, merged / max(len(words), 1))
 
 
-def _count_rarer_form(rare):
+def _count_rarer_form(beyond_ascii):
     """How many words are in the rarer of the normal forms NFC and NFD, of those that differ in them."""
     only_composed = 0
     only_decomposed = 0
-    for word, count in rare.items():
+    for word, count in beyond_ascii.items():
         is_composed = unicodedata.is_normalized("NFC", word)
         is_decomposed = unicodedata.is_normalized("NFD", word)
         if is_composed and not is_decomposed:
@@ -271,7 +281,7 @@ def _count_rarer_form(rare):
 
 
 def _share_of_mixed_case(words):
-    """The share of runs of letters and digits with a capital letter inside, beside small ones."""
+    """The share of runs of letters and digits that are not lower, UPPER or Capital: aBc, ABc."""
     mixed = 0
     total = 0
     for word, count in words.items():

@@ -14,12 +14,13 @@ from d2l_bert.tokenization.documents import Document
 LONGEST_SENTENCE = 1000
 CUT = f"sentences of more than {LONGEST_SENTENCE:,} characters, cut between words where there are any"
 
-# Characters of a piece that is cut where there is no space: a multiple of the pieces that `Rules` cut words into, so
-# that a long word has the same ids in training as in use.
+# Characters of a piece of a long sentence that is cut where there is no space: a multiple of the lengths that `Rules`
+# cut words into (`kmers:N`), so that a long word has the same ids in training as in use.
 LONGEST_PIECE = 600
 
-# The splitter's time grows with the square of the length where a quotation mark is never closed: 52 s for a megabyte.
-SPLIT_CHARACTERS = 27 * LONGEST_PIECE
+# Characters that `sentencex` gets at once. Where a quotation mark is never closed, its time grows with the square of
+# them: 52 s for a megabyte.
+WINDOW_CHARACTERS = 27 * LONGEST_PIECE
 
 # Ends that `sentencex` does not find: behind the full stops of Khmer and Tibetan, and two word spaces of Ethiopic in
 # place of one.
@@ -27,7 +28,7 @@ _ENDS_MISSED = re.compile(
     r"(?:(?<=[\u17d4\u17d5\u0f0d\u0f0e])|(?<=\u1361\u1361))(?=\s*[^\s\u17d4\u17d5\u0f0d\u0f0e»”’)])"
 )
 
-# A block ends with the first paragraph that brings it to this many sentences, or at twice as many.
+# A block ends with the first paragraph that brings it to this many sentences, or inside a paragraph at twice as many.
 BLOCK_SENTENCES = 64
 
 # A corpus with fewer documents has too few for a held-out split of the wanted size: each block then counts as a
@@ -39,8 +40,9 @@ def split_sentences(
     documents: Iterable[Document], language: str, counts: Counter
 ) -> Iterator[tuple[int, int, list[str]]]:
     """
-    Split documents into sentences with `sentencex`, unless their lines are sentences, and yield them in blocks: some
-    consecutive sentences of a document, after the numbers of the document and of its source, both from 0.
+    Split documents into sentences with `sentencex`, unless their lines are sentences, and yield them in blocks, which
+    are some consecutive sentences of a document: the number of the document, the number of its source, both from 0,
+    and the sentences.
 
     A block ends at the end of a paragraph (see `BLOCK_SENTENCES`); in a very long paragraph, at the end of a sentence.
     The first documents and long ones begin with smaller blocks, so that a corpus of one short document can be split,
@@ -55,32 +57,49 @@ def split_sentences(
     for document in documents:
         counts["documents"] += 1
         before = counts["sentences"]
-        for sentences in _blocks(_pieces(document, language, counts), number < FEWEST_DOCUMENTS):
+        sentences_and_ends = _sentences_and_ends(document, language, counts)
+        for sentences in _blocks(sentences_and_ends, is_early=number < FEWEST_DOCUMENTS):
             counts["sentences"] += len(sentences)
             yield number, document.source, sentences
-        number += counts["sentences"] > before
+        if counts["sentences"] > before:
+            number += 1
 
 
-def _blocks(pieces, is_divided):
-    """The sentences of each block of a document's pieces; if it `is_divided` or long, its first blocks are small."""
-    first = list(itertools.islice(pieces, 2 * BLOCK_SENTENCES))
-    begins_small = is_divided or len(first) == 2 * BLOCK_SENTENCES
-    before = 0 if begins_small else 4 * BLOCK_SENTENCES
+def _blocks(sentences_and_ends, is_early):
+    """
+    The sentences of each block of a document.
+
+    A block ends with the first paragraph that brings it to `fewest` sentences, or inside a paragraph at twice as many.
+    `fewest` is `BLOCK_SENTENCES`, but less in the first blocks of a document that is early or long:
+
+        sentences of the document before the block     0  4  8  100  252 and more
+        fewest                                         1  2  3   26            64
+
+    Args:
+        sentences_and_ends: of `_sentences_and_ends`.
+        is_early: whether the document is one of the first `FEWEST_DOCUMENTS`.
+    """
+    first = list(itertools.islice(sentences_and_ends, 2 * BLOCK_SENTENCES))
+    is_long = len(first) == 2 * BLOCK_SENTENCES
+    begins_small = is_early or is_long
+    before = 0  # sentences in the blocks before this one
     sentences = []
-    for piece in itertools.chain(first, pieces):
-        smallest = min(BLOCK_SENTENCES, 1 + before // 4)
-        if len(sentences) >= (smallest if piece is None else 2 * smallest):
+    for sentence in itertools.chain(first, sentences_and_ends):
+        is_end_of_paragraph = sentence is None
+        fewest = min(BLOCK_SENTENCES, 1 + before // 4) if begins_small else BLOCK_SENTENCES
+        enough = fewest if is_end_of_paragraph else 2 * fewest
+        if len(sentences) >= enough:
             yield sentences
             before += len(sentences)
             sentences = []
-        if piece is not None:
-            sentences.append(piece)
+        if not is_end_of_paragraph:
+            sentences.append(sentence)
     if sentences:
         yield sentences
 
 
-def _pieces(document, language, counts):
-    """The sentences of a document, the long ones in pieces, and None at the end of each paragraph."""
+def _sentences_and_ends(document, language, counts):
+    """The sentences of a document, each piece of a long one as a sentence, and None at the end of each paragraph."""
     for paragraph in document.paragraphs:
         counts.update(paragraphs=1, characters=len(paragraph))
         for sentence in paragraph.split("\n") if document.are_sentences else _segmented(paragraph, language):
@@ -90,20 +109,30 @@ def _pieces(document, language, counts):
 
 
 def _segmented(paragraph, language):
-    """The sentences of a paragraph, found in windows of `SPLIT_CHARACTERS` that each begin where a sentence does."""
+    """
+    The sentences of a paragraph, found in windows of at most `WINDOW_CHARACTERS` that end between words.
+
+    In windows of 20 characters, "It is one. It is two. It is a long third one." has these sentences:
+
+        window                   sentences
+        "It is one. It is "      "It is one. "; what follows may be unfinished, and the next window begins with it
+        "It is two. It is a "    "It is two. "
+        "It is a long third "    "It is a long third "; a sentence that fills a window is cut at its end
+        "one."                   "one."
+    """
     start = 0
     while start < len(paragraph):
-        end = start + SPLIT_CHARACTERS
+        end = start + WINDOW_CHARACTERS
         if end < len(paragraph):
-            end = paragraph.rfind(" ", start, end) + 1 or end
+            end = paragraph.rfind(" ", start, end) + 1 or end  # behind the last space, if there is one
         found = sentencex.segment(language, paragraph[start:end])
-        *ended, last = itertools.chain.from_iterable(map(_ENDS_MISSED.split, found))
-        if ended and end < len(paragraph):
-            end -= len(last)  # it may be unfinished: the next window begins with it
+        *sentences, last = itertools.chain.from_iterable(map(_ENDS_MISSED.split, found))
+        if sentences and end < len(paragraph):
+            end -= len(last)  # it may be unfinished
         else:
-            ended.append(last)
+            sentences.append(last)
         start = end
-        yield from ended
+        yield from sentences
 
 
 def _cut(sentence):

@@ -81,7 +81,7 @@ class Source:
             their content, and the options they are read with.
         documents: an iterator, so the documents can be read only once.
         counts: increased while the documents are read: "rows without text" of tables and datasets, "files without
-            text", and how the others were read (`TextLayout`).
+            text", and how the others were read (`TextLayout.description`).
         is_on_hub: whether the source is a dataset on the Hub.
         linked: how many files of a folder lie outside of it, behind links.
     """
@@ -141,28 +141,28 @@ def file_source(path: str | Path, how: HowToRead = HowToRead()) -> Source:
     if str(path) == PYTHON_DOCS:
         versions = {package.metadata["Name"]: package.version for package in required_distributions("d2l-bert")}
         identity = [PYTHON_DOCS, platform.python_version(), versions, how.max_documents]
-        found = itertools.islice(python_docs(how.processes), how.max_documents)
-        return Source(PYTHON_DOCS, identity, found, Counter())
+        documents = itertools.islice(python_docs(how.processes), how.max_documents)
+        return Source(PYTHON_DOCS, identity, documents, Counter())
     with explained(f"{shortened(str(path), 200)}: cannot be read", "allow reading it, or leave it out", OSError):
         files, linked = text_files(path)
     contents = [[file.name, content_hash(file)] for file in files]
     identity = [contents, how.text_column, how.max_documents, how.documents, how.separator]
     counts = Counter()
-    found = itertools.islice(_of_files(files, how, counts), how.max_documents)
-    return Source(base_name(path), identity, found, counts, linked=linked)
+    documents = itertools.islice(_documents_of_files(files, how, counts), how.max_documents)
+    return Source(base_name(path), identity, documents, counts, linked=linked)
 
 
-def _of_files(files, how, counts):
-    """The documents of all files. Files without text are counted."""
+def _documents_of_files(files, how, counts):
+    """The documents of all files, one file after the other. Files without text are counted."""
     for file in files:
         if tables.file_kind(file) in tables.TABLE_KINDS:
             rows = tables.text_rows(file, how.text_column, how.separator)
-            found = row_documents((text for text, _ in rows), counts, how.documents)
+            documents = row_documents((text for text, _ in rows), counts, how.documents)
         else:
-            found = text_documents(decoded(file, in_pieces=True), counts, how.documents)
-        first = list(itertools.islice(found, 1))
+            documents = text_documents(decoded(file, in_pieces=True), counts, how.documents)
+        first = list(itertools.islice(documents, 1))
         counts["files without text"] += not first
-        yield from itertools.chain(first, found)
+        yield from itertools.chain(first, documents)
 
 
 def dataset_source(dataset: str, what: WhatToRead = WhatToRead(), how: HowToRead = HowToRead()) -> Source:
@@ -191,11 +191,11 @@ def dataset_source(dataset: str, what: WhatToRead = WhatToRead(), how: HowToRead
             raise ValueError("a prepared folder, which --corpus of pretrain takes")
         rows, hub_version = hub_datasets.open_dataset(name, config, what.split, how.streaming)
         rows = rows.select_columns([how.text_column])
-        content = hub_version if is_on_hub else hub_datasets.rows_hash(rows)
-    identity = [shown, config, what.split, how.text_column, how.max_documents, content, how.documents]
-    places = ((f"row {number:,}", row) for number, row in enumerate(rows, 1))
-    reading = hub_datasets.dataset_errors(name, "repair it, or leave it out")
-    texts = (text for text, _ in tables.texts_in(places, how.text_column, reading))
+        version = hub_version if is_on_hub else hub_datasets.rows_hash(rows)
+    identity = [shown, config, what.split, how.text_column, how.max_documents, version, how.documents]
+    with_places = ((f"row {number:,}", row) for number, row in enumerate(rows, 1))
+    errors = hub_datasets.dataset_errors(name, "repair it, or leave it out")
+    texts = (text for text, _ in tables.texts_in(with_places, how.text_column, errors))
     counts = Counter()
-    found = itertools.islice(row_documents(texts, counts, how.documents), how.max_documents)
-    return Source(shown, identity, found, counts, is_on_hub)
+    documents = itertools.islice(row_documents(texts, counts, how.documents), how.max_documents)
+    return Source(shown, identity, documents, counts, is_on_hub)

@@ -358,7 +358,8 @@ def _parquet_rows(file, columns):
         _check_columns(table.schema_arrow.names, columns)
         for batch in table.iter_batches(_rows_at_once(table.metadata, columns), columns=columns):
             is_large = batch.nbytes > LONGEST_CELL
-            for part in (batch.slice(row, 1) for row in range(len(batch))) if is_large else [batch]:
+            single_rows = (batch.slice(row, 1) for row in range(len(batch)))
+            for part in single_rows if is_large else [batch]:
                 if is_large:
                     _check_cells(part, f"row {number + 1:,}")
                 for row in values_of(part, number + 1, file, told):
@@ -586,8 +587,9 @@ def check_names(rows: Iterable[dict]) -> None:
 
 def _check_columns(names, columns):
     """
-    Refuse names without one of the columns, and a column that stands twice, of all if `columns` is None. No name, no
-    row: then nothing is missing.
+    Refuse names without one of the columns, and a column that stands twice, of all if `columns` is None.
+
+    Without any names there are no rows, as in an empty file, so no column is missing.
     """
     times = Counter(names)
     for name in filter(None, names):
@@ -630,12 +632,40 @@ def _cell_rows(file, columns, separator, is_tsv):
         between = declared[1] if declared else max(",;\t|", key=header.count)
         if between != ",":
             logger.info(f"{file}: the separator is {between!r}, as the first line shows")
+    rows = _numbered_cells(file, between, is_tsv)
+    if declared:
+        next(rows)
+    header = next(rows, None)
+    if header is None:  # an empty file
+        return
+    names = header[1]
+    _check_columns(names, columns)
+    for number, cells in rows:
+        # Excel writes rows of empty cells behind the last one. Of one column an empty cell in quotes is a row.
+        is_of_one_column = len(names) == 1 and len(cells) == 1
+        if not any(map(str.strip, cells)) and not is_of_one_column:
+            continue
+        if len(cells) != len(names):
+            raise ValueError(
+                f"line {number:,}: not the {len(names):,} cells of the header, but {len(cells):,}, if {between!r} "
+                f"separates them; repair the line, or name another --separator"
+            )
+        yield f"line {number:,}", dict(zip(names, cells, strict=True))
+
+
+def _numbered_cells(file, between, is_tsv):
+    """
+    The rows of a CSV or TSV file, the header as well, each with the number of its first line; without empty lines.
+
+    Args:
+        between: the character between the cells.
+    """
     csv.field_size_limit(LONGEST_CELL)
-    names = None
     number = 1  # the line at which a row begins
     characters = 0  # of this row up to here
 
     def lines():
+        """The lines that `csv` reads: a cell in quotes may have several."""
         nonlocal characters
         for line in lines_of(file):
             characters += len(line)
@@ -647,21 +677,9 @@ def _cell_rows(file, columns, separator, is_tsv):
         lines(), delimiter=between, quoting=csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL, strict=True
     )
     try:
-        for row in reader:
-            # Excel writes rows of empty cells behind the last one. Of one column an empty cell in quotes is a row.
-            is_of_one_column = len(row) == len(names or ()) == 1
-            is_filled = any(map(str.strip, row)) or is_of_one_column
-            if row and declared:
-                declared = None
-            elif row and names is None:
-                _check_columns(names := row, columns)
-            elif is_filled and len(row) != len(names):
-                raise ValueError(
-                    f"line {number:,}: not the {len(names):,} cells of the header, but {len(row):,}, if {between!r} "
-                    f"separates them; repair the line, or name another --separator"
-                )
-            elif is_filled:
-                yield f"line {number:,}", dict(zip(names, row, strict=True))
+        for cells in reader:
+            if cells:
+                yield number, cells
             number = reader.line_num + 1
             characters = 0
     except csv.Error as error:

@@ -17,6 +17,21 @@ Documents = Literal["file", "blank_line", "line"]
 # A file with fewer lines is one document: so few lines, as those of a poem, say too little about the others.
 FEWEST_LINES = 20
 
+# The shares of the lines with text that `find_layout` tests.
+NEARLY_ALL_END = 0.8  # with a full stop at their end, where each line ends a sentence; wrapped lines have no more
+LEAST_IN_PROSE = 0.1  # with a full stop anywhere, where a text holds prose
+MOST_CUT = 0.5  # with a full stop where a splitter could cut them, where lines are sentences all the same
+
+# The other numbers that it tests.
+LINES_IN_BLOCK = 1.5  # on average, where lines stand in blocks
+NEARLY_ALL_WITH_TEXT = 0.95  # of all lines, those with text, where empty lines do not divide the text
+
+# Shares that `_are_wrapped` tests, and the lines that it takes to have one width.
+GOING_ON = 0.3  # of the lines without a full stop at their end
+FULL = 0.5  # of the lines that go on
+BEGIN_ALIKE = 0.25  # of the lines that go on
+LINES_OF_ONE_WIDTH = 100
+
 
 @dataclasses.dataclass(frozen=True)
 class TextLayout:
@@ -32,15 +47,17 @@ class TextLayout:
     documents: Documents
     lines: Literal["wrapped", "paragraphs", "sentences"]
 
-    def __str__(self):
+    def description(self) -> str:
+        """What the counts of a text say about how it was read, such as "read whole, lines joined"."""
         documents = {"file": "read whole", "blank_line": "divided at empty lines", "line": "divided into lines"}
         lines = {"wrapped": "lines joined", "paragraphs": "a paragraph a line", "sentences": "a sentence a line"}
         return f"{documents[self.documents]}, {lines[self.lines]}"
 
 
-# Full stops: those that also stand within words and numbers end a sentence only before white space or a line's end.
+# Full stops. These also stand within words and numbers: they end a sentence only before white space or a line's end.
 _LATIN_STOPS = ".!?…"
-# Chinese, Devanagari, Urdu, Arabic, Ethiopic, Burmese, Khmer, Tibetan, Armenian, Mongolian, Ol Chiki, Meetei.
+# These end one wherever they stand: those of Chinese, Devanagari, Urdu, Arabic, Ethiopic, Burmese, Khmer, Tibetan,
+# Armenian, Mongolian, Ol Chiki, Meetei.
 _OTHER_STOPS = "。！？｡．।॥۔؟؞።፧፨၊။។៕།༎։᠃᱾᱿꫰꯫"
 _STOPS = {*_LATIN_STOPS, *_OTHER_STOPS}
 _CLOSING = " \t\"'`*_)]}>”’“‘»«›‹」』】）］〉》〕〗"  # may follow the full stop
@@ -59,15 +76,31 @@ def find_layout(lines: Sequence[str], documents: Literal["auto"] | Documents = "
     """
     The layout of a text with these lines.
 
-    - Wrapped prose: many lines do not end a sentence, and end where the next word would not have fit. The text is one
-      document.
-    - Nearly all lines end a sentence, and there are several in a block: BERT's own format, a document for each block.
-    - Few lines end a sentence, and few are empty, as in logs and tables: each line is a document.
-    - Any other text is one document.
+    The lines are wrapped prose if at most `NEARLY_ALL_END` of them end with a full stop, at least `LEAST_IN_PROSE`
+    hold one, and they end where the next word would not have fit (`_are_wrapped`).
 
-    Lines that are not wrapped are sentences if most of them hold no full stop (in BERT's format, none before their
-    end; in a text that is one document, 90 %): no splitter must cut such a line at "c. acme.". Else they are
-    paragraphs.
+    Where documents end, if that is not known; the first case that holds decides:
+
+        the lines are wrapped, or fewer than `FEWEST_LINES` have text     file: the text is one document
+        at least `NEARLY_ALL_END` of the lines end with a full stop:
+            a block has `LINES_IN_BLOCK` or more on average               blank_line: BERT's own format
+            else                                                          file
+        more than `NEARLY_ALL_WITH_TEXT` of the lines have text           line: as in logs and tables
+        else                                                              file
+
+    What the lines are; the first case that holds decides:
+
+        they are wrapped, and no documents themselves                     wrapped
+        few hold a full stop where a splitter could cut them,
+            as it would cut "c. acme." behind "c."                        sentences
+        else                                                              paragraphs
+
+    Few lines do where, of those with text,
+
+        blank_line    less than `MOST_CUT` with a full stop before their end
+        line          less than `MOST_CUT` with a full stop anywhere
+        file          less than `LEAST_IN_PROSE` with a full stop anywhere: code and tables may stand beside prose,
+                      which must be split
 
     Args:
         lines: the lines of the text, or of its beginning, white space at their ends aside.
@@ -75,25 +108,30 @@ def find_layout(lines: Sequence[str], documents: Literal["auto"] | Documents = "
     """
     lines = [line.strip() for line in lines]
     texts = [line for line in lines if line]
-    blocks = sum(has_text for has_text, _ in itertools.groupby(lines, key=bool))
-    ending = [_ends_with_stop(line) for line in texts]
-    inside = [_has_stop_inside(line) for line in texts]
-    ended = sum(ending) / max(len(texts), 1)
-    stopped = sum(at_end or before for at_end, before in zip(ending, inside, strict=True))
-    wrapped = ended <= 0.8 and stopped >= 0.1 * len(texts) and _are_wrapped(lines)
+    block_count = sum(has_text for has_text, _ in itertools.groupby(lines, key=bool))
+    ends_with_stop = [_ends_with_stop(line) for line in texts]
+    has_stop_inside = [_has_stop_inside(line) for line in texts]
+    share_ending = sum(ends_with_stop) / max(len(texts), 1)
+    count_inside = sum(has_stop_inside)
+    count_anywhere = sum(at_end or inside for at_end, inside in zip(ends_with_stop, has_stop_inside, strict=True))
+    holds_prose = count_anywhere >= LEAST_IN_PROSE * len(texts)
+    wrapped = share_ending <= NEARLY_ALL_END and holds_prose and _are_wrapped(lines)
     if documents == "auto":
         if wrapped or len(texts) < FEWEST_LINES:
             documents = "file"
-        elif ended >= 0.8:
-            documents = "blank_line" if len(texts) >= 1.5 * blocks else "file"
+        elif share_ending >= NEARLY_ALL_END:
+            documents = "blank_line" if len(texts) >= LINES_IN_BLOCK * block_count else "file"
         else:
-            documents = "line" if len(texts) > 0.95 * len(lines) else "file"
+            documents = "line" if len(texts) > NEARLY_ALL_WITH_TEXT * len(lines) else "file"
     if wrapped and documents != "line":
         return TextLayout(documents, "wrapped")
-    with_stop = sum(inside) if documents == "blank_line" else stopped
-    # The lines of one document may be code and tables beside prose, which must be split.
-    most = 0.1 if documents == "file" else 0.5
-    return TextLayout(documents, "sentences" if with_stop < most * len(texts) else "paragraphs")
+    if documents == "blank_line":
+        are_sentences = count_inside < MOST_CUT * len(texts)
+    elif documents == "line":
+        are_sentences = count_anywhere < MOST_CUT * len(texts)
+    else:
+        are_sentences = not holds_prose
+    return TextLayout(documents, "sentences" if are_sentences else "paragraphs")
 
 
 def _ends_with_stop(line):
@@ -102,18 +140,23 @@ def _ends_with_stop(line):
 
 
 def _has_stop_inside(line):
-    """Whether a line holds a full stop before its end."""
+    """Whether a line holds a full stop before those at its end."""
     return _STOP_INSIDE.search(line.rstrip(_LATIN_STOPS + _OTHER_STOPS + _CLOSING)) is not None
 
 
 def _are_wrapped(lines):
     """
-    Whether the lines of a block go on in the next line, and end where its first word would not have fit.
+    Whether lines go on in the next line, and end where its first word would not have fit.
 
-    A line goes on if the next begins with a letter that is no capital. In wrapped prose 30 % of the lines without a
-    full stop at their end do, the others are headings, lists and names. Half of those that go on are full: with the
-    next word, such a line would be longer than nearly all of the hundred about it, as a file of several texts has
-    several widths. Lines of logs and code go on as often, but have any length, or begin with the same word.
+    A line goes on if it has several words and no full stop at its end, and the next line of the block begins with a
+    letter that is no capital. Lines are wrapped if all of this holds:
+
+    - more than `GOING_ON` of the lines without a full stop at their end go on; the others are headings, lists, names;
+    - at least `FULL` of those that go on are full: with the next word, such a line would be wider than the text
+      (`_count_full`); as a file of several texts has several widths, this is seen in `LINES_OF_ONE_WIDTH` at a time;
+    - no word is the first in more than `BEGIN_ALIKE` of the next lines; one line more may be chance.
+
+    Lines of logs and code go on as often, but have any length, or begin with the same word.
     """
     unfinished = 0
     going_on = []  # the lines, each with the first word of the next
@@ -123,20 +166,32 @@ def _are_wrapped(lines):
         unfinished += 1
         if _SPACE.search(line) and following[0].isalpha() and not following[0].isupper():
             going_on.append((line, _FIRST_WORD.match(following)[0]))
-    if len(going_on) <= 0.3 * unfinished:
+    if len(going_on) <= GOING_ON * unfinished:
         return False
     full = 0
-    for first in range(0, len(going_on), 100):
-        part = going_on[first : first + 100]
+    for first in range(0, len(going_on), LINES_OF_ONE_WIDTH):
+        part = going_on[first : first + LINES_OF_ONE_WIDTH]
         full += max(_count_full(part, len), _count_full(part, _columns))
-    _, times = Counter(word for _, word in going_on).most_common(1)[0]
-    return full >= 0.5 * len(going_on) and times <= 1 + 0.25 * len(going_on)
+    first_words = Counter(word for _, word in going_on)
+    _, times = first_words.most_common(1)[0]
+    begin_alike = times > 1 + BEGIN_ALIKE * len(going_on)
+    return full >= FULL * len(going_on) and not begin_alike
 
 
 def _count_full(going_on, size):
-    """How many lines would be longer than nearly all, with the first word of the next."""
-    lengths = [size(line) for line, _ in going_on]
-    width = 0.95 * sorted(lengths)[int(0.98 * (len(lengths) - 1))]
+    """
+    How many lines would be wider than the text, with the first word of the next.
+
+    98 % of the lines are no longer than `nearly_longest`, as a few may stick out. The text counts as 5 % narrower than
+    that: few lines end exactly at its width.
+
+    Args:
+        going_on: the lines, each with the first word of the next.
+        size: how wide a string is.
+    """
+    lengths = sorted(size(line) for line, _ in going_on)
+    nearly_longest = lengths[int(0.98 * (len(lengths) - 1))]
+    width = 0.95 * nearly_longest
     with_word = [size(line) + 1 + size(word) for line, word in going_on]
     return sum(length > width for length in with_word)
 
@@ -163,14 +218,14 @@ def split_documents(lines: Iterable[str], layout: TextLayout, longest: int) -> I
         yield from ([line] for line in lines if line)
         return
     blocks = (block for has_text, block in itertools.groupby(lines, key=bool) if has_text)
-    if layout.lines != "paragraphs":
+    if layout.lines != "paragraphs":  # the lines of a block are one paragraph, if it is not longer than `longest`
         join = _unwrapped if layout.lines == "wrapped" else "\n".join
         blocks = (map(join, grouped(block, len, longest)) for block in blocks)
     if layout.documents == "blank_line":
         yield from blocks
     else:
         paragraphs = itertools.chain.from_iterable(blocks)
-        if (first := next(paragraphs, None)) is not None:
+        if (first := next(paragraphs, None)) is not None:  # a text without paragraphs is no document
             yield itertools.chain([first], paragraphs)
 
 

@@ -98,7 +98,7 @@ def _batches(blocks):
     batch = _Batch()
     for document, source, sentences in blocks:
         batch.add(document, source, sentences)
-        if batch.size >= BATCH_CHARACTERS:
+        if batch.characters >= BATCH_CHARACTERS:
             yield batch.finished()
             batch = _Batch()
     yield batch.finished()
@@ -106,7 +106,7 @@ def _batches(blocks):
 
 class _Batch:
     """
-    Blocks that become a record batch; `size` is the number of their characters.
+    Blocks that become a record batch.
 
     The sentences of all blocks are kept in one list, and where those of each block end. Keeping the lists of 10,000
     blocks took twice the time, in garbage collections.
@@ -116,16 +116,17 @@ class _Batch:
         self.sentences = []
         self.ends = [0]
         self.numbers = []  # for each block, one for each of `_NUMBERS`
-        self.size = 0
+        self.characters = 0
 
     def add(self, document, source, sentences):
         characters = sum(map(len, sentences))
         self.sentences += sentences
         self.ends.append(len(self.sentences))
         self.numbers.append((document, source, characters, _hash_of(sentences)))
-        self.size += characters
+        self.characters += characters
 
     def finished(self):
+        """The record batch."""
         lists = pa.ListArray.from_arrays(pa.array(self.ends, pa.int32()), pa.array(self.sentences, pa.string()))
         columns = np.array(self.numbers, dtype=np.int64).reshape(-1, len(_NUMBERS)).T
         return pa.record_batch([lists, *map(pa.array, np.ascontiguousarray(columns))], schema=_SCHEMA)
@@ -145,7 +146,8 @@ class Blocks:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        # A map of the file would keep the pages that were read in memory; of the numbers it reads no others.
+        # The file is opened twice. Sentences are read from `file`: of a mapped file, all pages that were ever read
+        # would stay in memory. The numbers are mapped, as `table`: these pages are few.
         self.file = pa.ipc.open_file(pa.OSFile(str(folder / "data.arrow")))
         if self.file.schema != _SCHEMA:
             raise ValueError(f"{folder}: holds other columns than a text store")
@@ -157,7 +159,7 @@ class Blocks:
         """Yield the rows of the blocks with these numbers, ascending (n,)."""
         batches = np.unique(np.searchsorted(self.batch_starts, blocks, side="right") - 1)
         for number in batches.tolist():
-            first, end = self.batch_starts[number : number + 2]
+            first, end = self.batch_starts[number : number + 2]  # the blocks of the batch are first, ..., end - 1
             begin, stop = np.searchsorted(blocks, (first, end))
             inside = blocks[begin:stop]
             with explained(f"cache {self.folder}: is damaged", "delete it, and read the text again", *READ_ERRORS):
@@ -171,11 +173,17 @@ class TextStore(Blocks):
     The blocks of a text store, and its documents.
 
     If fewer than `FEWEST_DOCUMENTS` documents were read, or few hold more than four fifths of the text, each block
-    counts as a document. `documents` has the number of each block's document; `sources`, `characters` and `hashes`
-    have an entry for each document. Documents with the same sentences have the same hash. `source_count` counts the
-    sources. `reading` counts what was read and how, by what it is: documents, paragraphs, sentences and characters,
-    and the files, rows and sentences that were left out or cut. `fingerprint` is a hash of all sentences: of two
-    texts together, the sum of theirs in int64.
+    counts as a document: below, the documents are then the blocks.
+
+    Attributes:
+        reading: how much was read and how, by what it is: documents, paragraphs, sentences and characters, and the
+            files, rows and sentences that were left out or cut.
+        source_count: the number of sources.
+        of_blocks: the numbers of `_NUMBERS`, by their names, as they were read (blocks,).
+        document_of_block: the number of each block's document (blocks,).
+        sources, characters, hashes: of each document the number of its source, its characters, and a hash, the same
+            for documents with the same sentences (documents,).
+        fingerprint: a hash of all sentences; that of two texts together is the sum of theirs in int64.
     """
 
     def __init__(self, folder: Path):
@@ -184,13 +192,14 @@ class TextStore(Blocks):
         self.reading = counts["reading"]
         self.source_count = counts["sources"]
         self.of_blocks = {name: self.table[name].to_numpy() for name in _NUMBERS}
-        self._read_firsts = np.flatnonzero(np.diff(self.of_blocks["document"], prepend=-1))
-        firsts = self._read_firsts  # the first block of each document
+        # The first block of each document that was read.
+        self._firsts_as_read = np.flatnonzero(np.diff(self.of_blocks["document"], prepend=-1))
+        firsts = self._firsts_as_read
         if len(self.table) and _few_hold_most(np.add.reduceat(self.of_blocks["characters"], firsts)):
-            firsts = np.arange(len(self.table))
+            firsts = np.arange(len(self.table))  # every block is the first of a document
             self.reading["blocks of sentences in place of documents, as few hold most of the text"] = len(firsts)
-        blocks_of_documents = np.diff(firsts, append=len(self.table))
-        self.documents = np.repeat(np.arange(len(firsts)), blocks_of_documents)
+        block_counts = np.diff(firsts, append=len(self.table))
+        self.document_of_block = np.repeat(np.arange(len(firsts)), block_counts)
         self.sources = self.of_blocks["source"][firsts]
         self.characters = np.add.reduceat(self.of_blocks["characters"], firsts)
         self.hashes = np.add.reduceat(self.of_blocks["hash"], firsts)
@@ -203,33 +212,40 @@ class TextStore(Blocks):
     def part(self, is_chosen: np.ndarray | None = None) -> "TextPart":
         """The documents whose entry is true (documents,), or all."""
         is_chosen = np.ones(len(self), dtype=bool) if is_chosen is None else is_chosen
-        return TextPart(self, np.flatnonzero(is_chosen[self.documents]))
+        return TextPart(self, np.flatnonzero(is_chosen[self.document_of_block]))
 
-    def documents_in(self, hashes: np.ndarray) -> tuple[int, int]:
+    def count_documents_also_in(self, hashes_of_other: np.ndarray) -> tuple[int, int]:
         """
-        How many documents were read, and how many of them stand in a text whose documents have these hashes.
+        How many documents were read, and how many of them are also in another text.
 
-        In a text of few documents the hashes are those of blocks.
+        If each block counts as a document in the other text, the other's hashes are those of blocks: a document is
+        then in that text if all its blocks are.
+
+        Args:
+            hashes_of_other: the hash of each document of the other text.
         """
         of_blocks = self.of_blocks["hash"]
-        of_documents = np.add.reduceat(of_blocks, self._read_firsts)
-        are_blocks_there = np.minimum.reduceat(np.isin(of_blocks, hashes), self._read_firsts)
-        are_there = are_blocks_there | np.isin(of_documents, hashes)
-        return len(of_documents), int(are_there.sum())
+        of_documents = np.add.reduceat(of_blocks, self._firsts_as_read)
+        is_block_there = np.isin(of_blocks, hashes_of_other)
+        are_all_blocks_there = np.minimum.reduceat(is_block_there, self._firsts_as_read)  # the least of 0 and 1: "and"
+        is_there = np.isin(of_documents, hashes_of_other) | are_all_blocks_there
+        return len(of_documents), int(is_there.sum())
 
 
 def _few_hold_most(sizes):
     """
-    Whether documents of these sizes are few, or few of them hold more than four fifths of the text.
+    Whether documents of these sizes are fewer than 20, or few of them hold more than four fifths of the text.
 
-    Else the small documents alone would be held out, such as the lines of a log beside three books. Of twenty books
-    whose sizes differ, those below the mean have a third of the text or more.
+    Of such documents, as of three books beside the lines of a log, only small ones would be held out. A document is
+    small if it has a twentieth of the text or less: at most 19 can have more. The small ones should have a fifth of
+    the text: of twenty books whose sizes differ, they have a third or more.
     """
     if len(sizes) < FEWEST_DOCUMENTS:
         return True
     all_characters = sizes.sum()
-    small = sizes[FEWEST_DOCUMENTS * sizes <= all_characters]
-    return 5 * small.sum() < all_characters
+    is_small = FEWEST_DOCUMENTS * sizes <= all_characters
+    in_small = sizes[is_small].sum()
+    return 5 * in_small < all_characters
 
 
 @dataclass(frozen=True)
@@ -240,34 +256,39 @@ class TextPart:
     Sentences are read from the disk in each iteration, not kept in memory.
 
     Args:
+        store: the text store.
         blocks: the numbers of the blocks, ascending (n,).
     """
 
-    text: TextStore
+    store: TextStore
     blocks: np.ndarray
 
     def characters(self) -> int:
         """The number of characters."""
-        return int(self.text.of_blocks["characters"][self.blocks].sum())
+        return int(self.store.of_blocks["characters"][self.blocks].sum())
 
     def document_count(self) -> int:
-        """The number of documents that blocks are of."""
-        return len(np.unique(self.text.documents[self.blocks]))
+        """The number of documents that the blocks are of."""
+        return len(np.unique(self.store.document_of_block[self.blocks]))
 
     def sample(self, most_characters: int = TOKENIZER_SAMPLE_CHARACTERS) -> "TextPart":
-        """Blocks spread evenly over this part, of about `most_characters` in all; all blocks if these are fewer."""
+        """
+        Blocks spread evenly over this part, of about `most_characters` in all; all blocks if it has fewer characters.
+
+        For a share of 0.4 of ten blocks, these are the blocks 0, 2, 5 and 7.
+        """
         share = min(1.0, most_characters / max(self.characters(), 1))
         count = int(len(self.blocks) * share)
-        spread = np.unique((np.arange(count) / share).astype(int))
-        return TextPart(self.text, self.blocks[spread])
+        places = np.unique((np.arange(count) / share).astype(int))
+        return TextPart(self.store, self.blocks[places])
 
     def identity(self) -> list[str]:
-        """Changes whenever the sentences do."""
+        """Two strings that change whenever the sentences do: of the whole text, and of the choice of blocks."""
         numbers = np.ascontiguousarray(self.blocks, dtype="<i8")
-        return [self.text.folder.name, hashlib.sha256(numbers).hexdigest()]
+        return [self.store.folder.name, hashlib.sha256(numbers).hexdigest()]
 
     def __iter__(self) -> Iterator[str]:
-        for batch in self.text.read(self.blocks):
+        for batch in self.store.read(self.blocks):
             yield from batch["sentences"].flatten().to_pylist()
 
 
@@ -276,8 +297,8 @@ def held_out_documents(hashes: np.ndarray, characters: np.ndarray, fraction: flo
     Choose the documents to hold out: those with the smallest hashes, until they have enough text.
 
     The choice follows from the content alone. Copies of a document have its hash, and are held out together. A
-    document that, with its copies, has more text than is to be held out in all is taken only if the smaller documents
-    do not suffice, the smallest first.
+    document that, with its copies, has more text than is to be held out in all is taken only if the others do not
+    suffice; of several such, the one with the least text first.
 
     Args:
         hashes, characters: the hash and the number of characters of each document (documents,).
@@ -291,15 +312,18 @@ def held_out_documents(hashes: np.ndarray, characters: np.ndarray, fraction: flo
     Raises:
         UserError: the corpus has fewer than four different documents.
     """
-    different, number = np.unique(hashes, return_inverse=True)
+    # The different hashes, ascending, and for each document the place of its hash among them.
+    different, place = np.unique(hashes, return_inverse=True)
     if len(different) < 4:
         raise UserError(
             f"too little text: {counted(len(different), 'document')} with different sentences, and training "
             f"and evaluation need two each; add text, or break one long sentence into several"
         )
-    sizes = np.bincount(number, characters)
+    sizes = np.bincount(place, characters)  # of each different document, with its copies
     wanted = min(fraction * int(sizes.sum()), most)
-    order = np.argsort(np.where(sizes > wanted, sizes, 0), kind="stable")  # the large documents last, by size
-    enough = int(np.searchsorted(np.cumsum(sizes[order]), wanted)) + 1
+    # A stable sort: those that are not too large come first, in the order of their hashes; then the others by size.
+    size_if_too_large = np.where(sizes > wanted, sizes, 0)
+    order = np.argsort(size_if_too_large, kind="stable")
+    enough = int(np.searchsorted(np.cumsum(sizes[order]), wanted)) + 1  # so many have the characters that are wanted
     count = min(max(enough, 2), len(different) - 2)
-    return np.isin(number, order[:count])
+    return np.isin(place, order[:count])

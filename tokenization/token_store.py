@@ -31,7 +31,7 @@ from d2l_bert.records import inside, read_record
 STORE_FORMAT = 3
 
 STORE_FILE = "store.json"
-TABLES = ("sentence_starts", "document_starts", "words_before")
+TABLES = ("sentence_starts", "document_starts", "words_before")  # these begin with 0, and end with the number of all
 ARRAYS = ("ids", *TABLES, "hashes")
 
 JOINED_AT_ONCE = 1 << 22  # about the tokens that are copied at once where stores are joined
@@ -66,14 +66,14 @@ class Section:
 
     Args:
         ids: the token ids (tokens,).
-        tokens, words: how many each sentence has (sentences,).
-        document_ends: sentences up to the end of each document that ends here.
-        hashes, sources: the hash, and the number of the source, of each of these documents.
+        token_counts, word_counts: how many tokens and words each sentence has (sentences,).
+        document_ends: the number of sentences up to the end of each document that ends here (documents,).
+        hashes, sources: the hash, and the number of the source, of each of these documents (documents,).
     """
 
     ids: np.ndarray
-    tokens: np.ndarray
-    words: np.ndarray
+    token_counts: np.ndarray
+    word_counts: np.ndarray
     document_ends: np.ndarray
     hashes: np.ndarray
     sources: np.ndarray
@@ -97,8 +97,12 @@ def write_store(
         label, documents: what is done, and with how many documents, as in `with_progress`.
     """
     types = dict.fromkeys(ARRAYS, "<i8") | {"ids": "<u2" if vocab_size <= 2**16 else "<i4"}
-    in_sources = np.zeros(source_count, dtype=np.int64)  # documents
-    tokens = sentences = words_before = last_document = 0
+    documents_of_sources = np.zeros(source_count, dtype=np.int64)
+    # Of the sections that are written.
+    token_count = 0
+    sentence_count = 0
+    word_count = 0
+    last_document_end = 0  # in sentences
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in ARRAYS}
 
@@ -108,20 +112,22 @@ def write_store(
         for name in TABLES:
             append(name, [0])
         for section in with_progress(sections, label, documents, lambda section: len(section.document_ends)):
-            words = words_before + np.append(0, np.cumsum(section.words))
-            document_ends = sentences + section.document_ends
-            has_tokens = np.diff(document_ends, prepend=last_document) > 0
+            words_before = word_count + np.append(0, np.cumsum(section.word_counts))  # each sentence, and the end
+            document_ends = sentence_count + section.document_ends
+            has_tokens = np.diff(document_ends, prepend=last_document_end) > 0
             append("ids", section.ids)
-            append("sentence_starts", tokens + np.cumsum(section.tokens))
+            # What ends here is where the next begins: the starts follow the 0 that each table begins with.
+            append("sentence_starts", token_count + np.cumsum(section.token_counts))
             append("document_starts", document_ends[has_tokens])
-            append("words_before", words[section.document_ends][has_tokens])
+            append("words_before", words_before[section.document_ends][has_tokens])
             append("hashes", section.hashes[has_tokens])
-            in_sources += np.bincount(section.sources[has_tokens], minlength=source_count)
-            tokens += len(section.ids)
-            sentences += len(section.tokens)
-            words_before = words[-1]
-            last_document = max([last_document, *document_ends[-1:]])
-    record = {"types": types, "source_ends": np.cumsum(in_sources).tolist()}
+            documents_of_sources += np.bincount(section.sources[has_tokens], minlength=source_count)
+            token_count += len(section.ids)
+            sentence_count += len(section.token_counts)
+            word_count = words_before[-1]
+            if len(document_ends):
+                last_document_end = document_ends[-1]
+    record = {"types": types, "source_ends": np.cumsum(documents_of_sources).tolist()}
     record["fingerprint"] = _fingerprint(record, [content_hash(folder / f"{name}.bin") for name in ARRAYS])
     (folder / STORE_FILE).write_text(json.dumps(record, indent=2) + "\n")
 
@@ -143,13 +149,26 @@ def join_stores(folder: Path, vocab_size: int, corpora: list["TokenizedCorpus"],
 
 
 def ranges(firsts: np.ndarray | int, ends: np.ndarray) -> np.ndarray:
-    """The whole numbers from each first up to the end that belongs to it, one range after the other."""
+    """
+    The whole numbers from each first to its end - 1, one range after the other.
+
+    For the firsts 2 and 7 and the ends 5 and 9, these are 2 3 4 7 8.
+    """
     counts = ends - firsts
-    return np.arange(counts.sum()) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
+    counts_before = np.cumsum(counts) - counts
+    return np.arange(counts.sum()) + np.repeat(firsts - counts_before, counts)
 
 
 def find(starts: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """The number of the stretch in which each place lies, such as a token's sentence; `starts` are ascending (n,)."""
+    """
+    The number of the stretch in which each place lies (p,), such as the sentence of a token.
+
+    Of stretches that start at 0, 4 and 9, the places 3, 4 and 10 lie in the numbers 0, 1 and 2.
+
+    Args:
+        starts: where the stretches start, ascending (n,).
+        places: (p,).
+    """
     return np.searchsorted(starts, places, side="right") - 1
 
 
@@ -263,18 +282,25 @@ class TokenizedCorpus:
 
     def sections(self, documents: np.ndarray, source: int) -> Iterator[Section]:
         """Yield the documents with these numbers, ascending (n,), as some of a source with this number."""
-        sizes = self.first_tokens(documents + 1) - self.first_tokens(documents)
-        borders = np.flatnonzero(np.diff(np.cumsum(sizes) // JOINED_AT_ONCE)) + 1
+        token_counts = self.first_tokens(documents + 1) - self.first_tokens(documents)
+        borders = np.flatnonzero(np.diff(np.cumsum(token_counts) // JOINED_AT_ONCE)) + 1
         for some in np.split(documents, borders):
             sentences = ranges(self.document_starts[some], self.document_starts[some + 1])
             starts = self.sentence_starts[sentences]
             ends = self.sentence_starts[sentences + 1]
             document_ends = np.cumsum(self.document_starts[some + 1] - self.document_starts[some])
-            words = np.zeros(len(sentences), dtype=np.int64)
-            words[document_ends - 1] = self.words_before[some + 1] - self.words_before[some]
-            ids = self.ids[ranges(starts, ends)]
-            sources = np.full(len(some), source)
-            yield Section(ids, ends - starts, words, document_ends, self.hashes[some], sources)
+            # A store knows the words of each document, not of each sentence. As only sums over documents are written
+            # again, the last sentence of a document gets them all.
+            word_counts = np.zeros(len(sentences), dtype=np.int64)
+            word_counts[document_ends - 1] = self.words_before[some + 1] - self.words_before[some]
+            yield Section(
+                ids=self.ids[ranges(starts, ends)],
+                token_counts=ends - starts,
+                word_counts=word_counts,
+                document_ends=document_ends,
+                hashes=self.hashes[some],
+                sources=np.full(len(some), source),
+            )
 
 
 def check_store(folder: Path) -> None:

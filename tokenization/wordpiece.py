@@ -44,24 +44,15 @@ CONTINUATION = "##"
 VOCABULARY_FILE = "vocab.txt"
 
 
-# Shares of the vocabulary: all characters are kept that need no more entries than this, however rare they are, ...
-CHEAP_ALPHABET = 1 / 4
+# The thresholds of `choose_alphabet`. The first three are shares of the vocabulary's entries, which an alphabet takes.
+CHEAP_ALPHABET = 1 / 4  # taken in any case, however rare its characters are
+LARGE_ALPHABET = 1 / 2  # taken where fewer characters would leave more than `FEW_UNKNOWN`
+LARGEST_ALPHABET = 3 / 4  # taken where fewer characters would leave more than `MANY_UNKNOWN`
 
-# ... more are kept at the price of at most this share, ...
-LARGE_ALPHABET = 1 / 2
-
-# ... or of this, where too much of the text would be `[UNK]` else.
-LARGEST_ALPHABET = 3 / 4
-
-# Shares of the text in words with other characters. Below the first no characters are added.
+# These are shares of the text, which an alphabet leaves in [UNK]: in words with a character outside of the alphabet.
 FEW_UNKNOWN = 0.001
-
-# Below this share, more characters are not worth the largest alphabet: held-out text, which has characters of its own,
-# then stays below 1 %.
-MANY_UNKNOWN = 0.008
-
-# This share is accepted where `MANY_UNKNOWN` needs more than the largest alphabet.
-MOST_UNKNOWN = 0.05
+MANY_UNKNOWN = 0.008  # held-out text, which has characters of its own, then stays below 1 %
+MOST_UNKNOWN = 0.05  # still accepted where even the largest alphabet leaves more than `MANY_UNKNOWN`
 
 
 # Words in a text for the trainer: in longer ones it becomes slow.
@@ -122,8 +113,8 @@ def train_on_words(
     alphabet = choose_alphabet(words, vocab_size, limit_alphabet)
     # A word with another character will be [UNK]: what it is made of teaches nothing.
     words = {word: count for word, count in words.items() if alphabet.issuperset(word)}
-    # WordPiece finds any word in pieces if the vocabulary has each character, and has it as a continuation if it goes
-    # on a word.
+    # WordPiece can divide every word if the vocabulary has each character, and ##character for each that stands behind
+    # the first of a word.
     continuations = sorted(CONTINUATION + character for character in _characters_inside(words))
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
@@ -141,6 +132,8 @@ def train_on_words(
     # One thread: handing words to several costs more than counting them.
     with patch_environment(TOKENIZERS_PARALLELISM="false"):
         trained.train_from_iterator(_repeated(words), trainer)
+    # The trainer has the continuations before the characters; our vocabulary has them behind. The pieces that the
+    # trainer has merged follow in its order.
     characters = [*SPECIAL_TOKENS, *sorted(alphabet), *continuations]
     merged = pieces(trained)[len(characters) :]
     return make_tokenizer([*characters, *merged], rules, model_max_length)
@@ -149,12 +142,12 @@ def train_on_words(
 def _repeated(words):
     """Texts with each word as often as it occurs: the trainer takes texts, not counts."""
     for word, count in words.items():
-        for first in range(0, count, REPEATED_AT_ONCE):
-            yield f"{word} " * min(count - first, REPEATED_AT_ONCE)
+        for done in range(0, count, REPEATED_AT_ONCE):
+            yield f"{word} " * min(count - done, REPEATED_AT_ONCE)
 
 
 def _characters_inside(words):
-    """The characters that go on a word."""
+    """The characters that stand in a word behind its first."""
     return set().union(*(word[1:] for word in words))
 
 
@@ -162,10 +155,22 @@ def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -
     """
     The characters that the vocabulary spells all words with: the most frequent ones.
 
-    All characters are kept where they need few entries (`CHEAP_ALPHABET`). Of more, the fewest are kept that leave
-    `FEW_UNKNOWN` of the text in words with other characters, in at most `LARGE_ALPHABET` of the vocabulary; if that
-    leaves more than `MANY_UNKNOWN`, the fewest that do not, in at most `LARGEST_ALPHABET`. A character needs a second
-    entry if it goes on a word.
+    A character takes one entry of the vocabulary, and a second one, with ##, if it stands in a word behind the first.
+    How many characters, is a choice between these numbers:
+
+        usual       as many as `CHEAP_ALPHABET` has entries for; if the fewest that leave at most `FEW_UNKNOWN` are
+                    more, these; but never more than `LARGE_ALPHABET` has entries for
+        largest     as many as `LARGEST_ALPHABET` has entries for
+        wanted      the fewest that leave at most `MANY_UNKNOWN`
+        accepted    the fewest that leave at most `MOST_UNKNOWN`
+
+    The first case that holds decides:
+
+        wanted <= usual         usual
+        wanted <= largest       wanted
+        accepted <= usual       usual: a larger one would take entries, and still leave more than `MANY_UNKNOWN`
+        accepted <= largest     largest
+        else                    wanted, although it is more than the largest
 
     Args:
         words: how often each word occurs.
@@ -180,38 +185,42 @@ def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -
         raise UserError("no text to train a tokenizer on: the texts hold no character that BERT keeps")
     ranked = sorted(counts, key=lambda character: (-counts[character], character))
     rank = {character: number for number, character in enumerate(ranked, 1)}
-    # For each number of characters: the entries that they need, and the share of the text in words with others.
+    # entries[n] and unknown[n] are of the n most frequent characters: the entries that they take, and the share of the
+    # text that they leave in [UNK].
     entries = np.cumsum([0, *(1 + (character in inside) for character in ranked)])
-    last = [max(map(rank.get, word)) for word in words]
+    rarest = [max(map(rank.get, word)) for word in words]  # the rank of each word's rarest character
     sizes = [count * len(word) for word, count in words.items()]
-    needed_by = np.bincount(last, sizes, len(ranked) + 1)
-    unknown = 1 - np.cumsum(needed_by) / needed_by.sum()
+    sizes_by_rarest = np.bincount(rarest, sizes, len(ranked) + 1)
+    unknown = 1 - np.cumsum(sizes_by_rarest) / sizes_by_rarest.sum()
 
-    def most(share):
-        return int(np.searchsorted(entries, share * vocab_size, side="right")) - 1
+    def most_in(share_of_entries):
+        return int(np.searchsorted(entries, share_of_entries * vocab_size, side="right")) - 1
 
-    def fewest(share):
-        return int((unknown > share + 1e-12).sum())
+    def fewest_that_leave(share_of_text):
+        # Rounding must not decide: 1 - 992/1000 is 0.008 + 7e-18, which is not more than 0.008.
+        return int((unknown > share_of_text + 1e-12).sum())
 
-    usual = min(max(most(CHEAP_ALPHABET), fewest(FEW_UNKNOWN)), most(LARGE_ALPHABET))
-    needed = fewest(MANY_UNKNOWN)
-    largest = min(needed, most(LARGEST_ALPHABET))
-    if needed <= usual:
+    usual = max(most_in(CHEAP_ALPHABET), fewest_that_leave(FEW_UNKNOWN))
+    usual = min(usual, most_in(LARGE_ALPHABET))
+    largest = most_in(LARGEST_ALPHABET)
+    wanted = fewest_that_leave(MANY_UNKNOWN)
+    accepted = fewest_that_leave(MOST_UNKNOWN)
+    if wanted <= usual:
         size = usual
-    elif needed <= largest:
-        size = largest
-    elif fewest(MOST_UNKNOWN) <= usual:
+    elif wanted <= largest:
+        size = wanted
+    elif accepted <= usual:
         size = usual
-    elif fewest(MOST_UNKNOWN) <= largest:
+    elif accepted <= largest:
         size = largest
     else:
-        size = needed
+        size = wanted
     size = min(size, limit or len(ranked))
-    least = len(SPECIAL_TOKENS) + entries[size]
-    if least > vocab_size:
+    needed = len(SPECIAL_TOKENS) + entries[size]
+    if needed > vocab_size:
         raise UserError(
             f"vocab_size {vocab_size} is below the alphabet: the special tokens and the {size:,} characters that this "
-            f"text is written in need {least} entries; raise vocab_size, or give a lower limit_alphabet"
+            f"text is written in need {needed} entries; raise vocab_size, or give a lower limit_alphabet"
         )
     return set(ranked[:size])
 
@@ -245,7 +254,7 @@ def general_tokenizer(backend: Tokenizer, model_max_length: int = 512) -> PreTra
 
     Transformers 5 makes the rules of a `BertTokenizer` anew; those of this class it reads from tokenizer.json.
     """
-    names = {f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS}
+    names = {f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS}  # pad_token: [PAD]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=model_max_length, **names)
     give_bert_inputs(tokenizer)
     return tokenizer
@@ -263,7 +272,8 @@ def give_bert_inputs(tokenizer: PreTrainedTokenizerFast) -> None:
         special_tokens=[(cls, tokenizer.cls_token_id), (sep, tokenizer.sep_token_id)],
     )
     names = ["input_ids", "token_type_ids", "attention_mask"]
-    tokenizer.model_input_names = tokenizer.init_kwargs["model_input_names"] = names  # the latter is saved
+    tokenizer.model_input_names = names
+    tokenizer.init_kwargs["model_input_names"] = names  # what `save_pretrained` writes
 
 
 def extend_wordpiece(
@@ -328,27 +338,27 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder) -> None:
 
     Two entries of `tokenizer_config.json` get the names that version 4 knows: the class of a tokenizer without one of
     its own, and the list of special tokens beside the usual ones. Transformers 5 does not write `vocab.txt`, which the
-    slow tokenizer of version 4 and many tools need. An entry is a line there: of a vocabulary with an entry that holds
-    a line end, or with a number that no entry has, there is no such file, since others would read other numbers.
+    slow tokenizer of version 4 and many tools need. There the number of an entry is the number of its line: if an
+    entry holds a line end, or a number has no entry, the file is left out, since others would read other numbers.
     """
     tokenizer.save_pretrained(folder)
-    config = Path(folder) / "tokenizer_config.json"
-    settings = read_record(config)
+    settings_file = Path(folder) / "tokenizer_config.json"
+    settings = read_record(settings_file)
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    write_json(config, settings)
-    file = config.with_name(VOCABULARY_FILE)
+    write_json(settings_file, settings)
+    vocabulary_file = settings_file.with_name(VOCABULARY_FILE)
     entries = pieces(tokenizer)
     cannot_be_a_line = [entry for entry in entries if re.search(r"[\r\n]", entry)]
     has_each_number = sorted(tokenizer.get_vocab().values()) == list(range(len(entries)))
     if cannot_be_a_line or not has_each_number:
-        file.unlink(missing_ok=True)
+        vocabulary_file.unlink(missing_ok=True)
         why = f"the entry {cannot_be_a_line[0]!r:.50} holds a line end" if cannot_be_a_line else "numbers are left out"
         logger.warning(f"no {VOCABULARY_FILE} is written, as {why}; tokenizer.json has the whole vocabulary")
         return
-    file.write_text("".join(f"{entry}\n" for entry in entries), encoding="utf-8", newline="\n")
+    vocabulary_file.write_text("".join(f"{entry}\n" for entry in entries), encoding="utf-8", newline="\n")
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase | Tokenizer) -> list[str]:
@@ -387,38 +397,40 @@ def stock_tokenizer(name: str, most_tokens: int | None = None) -> PreTrainedToke
         Exception: any exception of `AutoTokenizer`, for a tokenizer that cannot be loaded.
     """
     check_folder(name)
-    settings = check_tokenizer_settings(name)
+    settings = check_tokenizer_settings(name)  # of tokenizer_config.json
     # Refused here: if Transformers knows the model type, it would silently load the tokenizer in another class.
     if settings.get("auto_map") and not hasattr(transformers, settings.get("tokenizer_class") or ""):
         raise UserError(
             "auto_map in its tokenizer_config.json asks for code of its own, which is never run; give a stock "
             "BertTokenizer"
         )
-    if rules := find_file(name, "tokenizer.json"):
-        check_tokenizer_rules(rules, most_tokens)
-    elif vocabulary := find_file(name, VOCABULARY_FILE):
-        read_vocabulary(vocabulary)
+    rules_file = find_file(name, "tokenizer.json")
+    if rules_file:
+        check_tokenizer_rules(rules_file, most_tokens)
+    elif vocabulary_file := find_file(name, VOCABULARY_FILE):
+        read_vocabulary(vocabulary_file)  # which refuses a file that is no vocabulary
     left_out = {}
     with panics_explained(), without_log_messages():
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         if isinstance(tokenizer, BertTokenizer):
-            left_out = _options_left_out(tokenizer, settings, rules)
+            left_out = _options_left_out(tokenizer, settings, rules_file)
         if left_out:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **left_out)
         tokenizer.init_kwargs.pop("auto_map", None)  # `save_pretrained` would write it, but not the code it names
         # Transformers 5 makes the rules of a BertTokenizer anew, where version 4 reads them from tokenizer.json.
-        if isinstance(tokenizer, BertTokenizer) and rules:
-            if _without_options(Tokenizer.from_file(str(rules))) != _without_options(tokenizer.backend_tokenizer):
+        if isinstance(tokenizer, BertTokenizer) and rules_file:
+            of_file = Tokenizer.from_file(str(rules_file))
+            if _rules_without_options(of_file) != _rules_without_options(tokenizer.backend_tokenizer):
                 raise UserError(
                     "its tokenizer.json has rules that BertTokenizer does not follow in Transformers 5; write "
                     '"tokenizer_class": "PreTrainedTokenizerFast" into its tokenizer_config.json'
                 )
-        if tokenizer.is_fast and not rules:  # the library has made the rules, such as of a spiece.model
+        if tokenizer.is_fast and not rules_file:  # the library has made the rules, such as of a spiece.model
             check_steps(Path(name), json.loads(tokenizer.backend_tokenizer.to_str()))
         if tokenizer.is_fast:
             _try_out(tokenizer)
     for option, value in left_out.items():
-        by = "tokenizer.json says" if rules else "the capital letters in its vocabulary say"
+        by = "tokenizer.json says" if rules_file else "the capital letters in its vocabulary say"
         logger.info(f"{name}: its tokenizer_config.json lacks {option}; read with {option} {value}, as {by}")
     return tokenizer
 
@@ -431,7 +443,7 @@ BERT_OPTIONS = {
 }
 
 
-def _options_left_out(tokenizer, settings, rules) -> dict:
+def _options_left_out(tokenizer, settings, rules_file) -> dict:
     """
     The options of a `BertTokenizer` that its tokenizer_config.json leaves out and that are not the defaults: those of
     its tokenizer.json; without one, no lower case if its vocabulary has capital letters.
@@ -439,11 +451,11 @@ def _options_left_out(tokenizer, settings, rules) -> dict:
     Args:
         tokenizer: as it was loaded, with the defaults.
         settings: of tokenizer_config.json.
-        rules: the path of tokenizer.json, or None.
+        rules_file: the path of tokenizer.json, or None.
     """
     loaded = tokenizer.backend_tokenizer.normalizer
-    if rules:
-        saved = Tokenizer.from_file(str(rules)).normalizer
+    if rules_file:
+        saved = Tokenizer.from_file(str(rules_file)).normalizer
         found = {option: getattr(saved, name) for option, name in BERT_OPTIONS.items() if hasattr(saved, name)}
     else:
         found = {"do_lower_case": False} if has_capitals(tokenizer.get_vocab()) else {}
@@ -464,7 +476,7 @@ def has_capitals(entries: Iterable[str]) -> bool:
     return False
 
 
-# A word, none, a rune that few vocabularies have, and a word that is too long for any.
+# Words, no word, a rune that few vocabularies have, and a word that is too long for any.
 TRIED_OUT = ("word and word", "", "\u16a0", "x" * (MOST_CHARACTERS + 1))
 
 
@@ -480,7 +492,7 @@ def _try_out(tokenizer):
             tokenizer.backend_tokenizer.decode(ids[:1], skip_special_tokens=False)
 
 
-def _without_options(backend):
+def _rules_without_options(backend):
     """A tokenizer's rules, but for the options of a `BertTokenizer`, which are in tokenizer_config.json, too."""
     rules = rules_of(backend)
     normalizer = rules["normalizer"] or {}
@@ -488,22 +500,28 @@ def _without_options(backend):
     return rules
 
 
-def text_backend(tokenizer) -> str:
+def literal_json(tokenizer: PreTrainedTokenizerBase) -> str:
     """
-    The JSON of a tokenizer for `plain_backend`: only the tokens with a role, such as [MASK], are special.
+    The JSON of the tokenizer that `literal_tokenizer` makes: a string, which the cache and other processes can take.
 
-    A special token is text there. Others, such as [E1] of `add_special_tokens`, stay tokens, as in use.
+    In it only tokens with a role, such as [MASK], are special, as special tokens are read as text. Others, such as
+    [E1] of `add_special_tokens`, stay tokens, as in use.
     """
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
-    roles = set(map(str, tokenizer.special_tokens_map.values()))
+    with_role = set(map(str, tokenizer.special_tokens_map.values()))
     for token in parts["added_tokens"]:
-        token["special"] = token["special"] and token["content"] in roles
+        token["special"] = token["special"] and token["content"] in with_role
     return json.dumps(parts)
 
 
-def plain_backend(backend: str) -> Tokenizer:
-    """The tokenizer of `text_backend`. Texts are taken whole and literally: a "[MASK]" in a text is text, no mask."""
-    tokenizer = Tokenizer.from_str(backend)
+def literal_tokenizer(json_of_it: str) -> Tokenizer:
+    """
+    A tokenizer that takes texts whole and literally: a "[MASK]" in a text is the text "[MASK]", no mask.
+
+    Args:
+        json_of_it: of `literal_json`.
+    """
+    tokenizer = Tokenizer.from_str(json_of_it)
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -42,7 +42,7 @@ from d2l_bert.training.initialize import interleave, rotated
 
 logger = logging.getLogger(__name__)
 
-# The counts leave out every twentieth block of tokens, to measure on. Of a text with fewer than 20 blocks of this
+# One of so many blocks of tokens is not counted, but measured on. Of a text with fewer than so many blocks of this
 # size, the blocks are smaller.
 LEFT_OUT = 20
 BLOCK_TOKENS = 2**14
@@ -94,8 +94,8 @@ def start_from_bigrams(model, run: PretrainConfig, text: PreparedText) -> None:
     begun = time.monotonic()
     with _one_thread():
         generator = torch.Generator().manual_seed(run.seed)
-        pairs = EpochPairs(text.train, run, run.max_seq_length, text.corpus_name)
-        bigrams = _counted(pairs, text.tokenizer, config.vocab_size)
+        epoch_pairs = EpochPairs(text.train, run, run.max_seq_length, text.corpus_name)
+        bigrams = _counted(epoch_pairs, text.tokenizer, config.vocab_size)
         if not len(bigrams.keys):
             logger.warning("attention_init bigrams: left out, as the text is too short to measure on a part of it")
             return
@@ -103,7 +103,7 @@ def start_from_bigrams(model, run: PretrainConfig, text: PreparedText) -> None:
         vectors = _meaningful(word_vectors(bigrams, columns, generator), text.tokenizer)
         fresh = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         arrange(model, vectors, generator)
-        found = calibrate(model, _batches_left_out(pairs, text.tokenizer))
+        found = calibrate(model, _batches_left_out(epoch_pairs, text.tokenizer))
         if found.strength == 0:
             model.load_state_dict(fresh)
             logger.warning("attention_init bigrams: left out, as in this text neighbours tell nothing of a token")
@@ -116,10 +116,10 @@ def start_from_bigrams(model, run: PretrainConfig, text: PreparedText) -> None:
     )
 
 
-def _counted(pairs, tokenizer, entries):
+def _counted(epoch_pairs, tokenizer, entries):
     """The bigrams of the pairs that are not left out; `entries` is the size of the vocabulary."""
-    counted = (part[~_is_left_out(part, pairs.corpus)] for part in pairs.parts(0))
-    return count_bigrams(pairs.corpus, counted, tokenizer.cls_token_id, tokenizer.sep_token_id, entries)
+    parts_to_count = (part[~_is_left_out(part, epoch_pairs.corpus)] for part in epoch_pairs.parts(0))
+    return count_bigrams(epoch_pairs.corpus, parts_to_count, tokenizer.cls_token_id, tokenizer.sep_token_id, entries)
 
 
 def _meaningful(vectors, tokenizer):
@@ -136,18 +136,18 @@ def _is_left_out(pairs, corpus):
     return pairs["a_start"] // size % LEFT_OUT == LEFT_OUT - 1
 
 
-def _batches_left_out(pairs, tokenizer) -> Iterator[dict[str, torch.Tensor]]:
+def _batches_left_out(epoch_pairs, tokenizer) -> Iterator[dict[str, torch.Tensor]]:
     """Batches of the model's arguments from the pairs that are left out: about `MOST_MEASURED` tokens to predict."""
-    make_batch = BatchMaker(pairs.corpus, tokenizer, pairs.run, pairs.length)
-    remaining = MOST_MEASURED / make_batch.mlm_probability  # tokens
-    for part in pairs.parts(0):
-        left_out = part[_is_left_out(part, pairs.corpus)]
+    make_batch = BatchMaker(epoch_pairs.corpus, tokenizer, epoch_pairs.run, epoch_pairs.length)
+    tokens_wanted = MOST_MEASURED / make_batch.mlm_probability
+    for part in epoch_pairs.parts(0):
+        left_out = part[_is_left_out(part, epoch_pairs.corpus)]
         tokens_up_to = np.cumsum(tokens_in(left_out))
-        some = left_out[: np.searchsorted(tokens_up_to, remaining) + 1]
-        yield from batches(make_batch, some, pairs.run.most_tokens())
+        some = left_out[: np.searchsorted(tokens_up_to, tokens_wanted) + 1]
+        yield from batches(make_batch, some, epoch_pairs.run.most_tokens())
         if len(some):
-            remaining -= tokens_up_to[len(some) - 1]
-        if remaining <= 0:
+            tokens_wanted -= tokens_up_to[len(some) - 1]
+        if tokens_wanted <= 0:
             return
 
 

@@ -4,7 +4,6 @@ Batches and dropout masks follow from the seed and the step, so a checkpoint hol
 step, but no RNG state. A checkpoint is also a model folder that `from_pretrained` loads.
 """
 
-import dataclasses
 import importlib.metadata
 import json
 import logging
@@ -19,7 +18,6 @@ from safetensors.torch import save_file
 
 from d2l_bert import folders
 from d2l_bert.messages import GO_ON, UserError, explained
-from d2l_bert.model_cards import card
 from d2l_bert.modeling.conversion import save_model
 from d2l_bert.records import inside, read_record
 from d2l_bert.tokenization.wordpiece import save_tokenizer
@@ -44,13 +42,18 @@ class Manifest(TypedDict):
 
 
 class StepDone(TypedDict):
-    """What names a checkpoint: the number of steps done."""
+    """The entry of training_state.json that says of which step a checkpoint is."""
 
     step: int
 
 
 class State(StepDone):
-    """The content of training_state.json, as far as it is read: `Progress`, and what the run must share with it."""
+    """
+    The entries of training_state.json that are read.
+
+    They are those of `Progress`; `rows`, how many the training log had; `max_steps`, of the run; `identity`, what a
+    run that goes on must share (`run_folder.make_identity`); `scaler`, the state of fp16's scaler.
+    """
 
     cursor: list[int]
     skipped_in_a_row: int
@@ -64,24 +67,23 @@ class State(StepDone):
 @dataclass
 class Progress:
     """
-    How far a run has come. Its checkpoints say so, and a resumed run goes on from there.
+    How far a run has come. Its checkpoints say so, and a resumed run goes on from there. The training loop alone moves
+    it on; the log and what saves models read it.
 
     Attributes:
         step: the number of steps done.
-        cursor: where the pairs of the next step are (`Step.cursor` of data/steps.py).
+        cursor: where the pairs of the next step begin (`Step.cursor` of data/steps.py).
         skipped_in_a_row: how many of the last steps were skipped, one after the other; 0 if the last one was not.
-        rows: the number of rows in the training log.
         words_seen: the words of the text in all steps.
     """
 
     step: int = 0
     cursor: tuple[int, int, int] = START
     skipped_in_a_row: int = 0
-    rows: int = 0
     words_seen: float = 0.0
 
     def add(self, cursor: tuple[int, int, int], words: float, is_skipped: bool) -> None:
-        """Count a step, with the cursor behind it and the words in it."""
+        """Count a step: where the pairs of the next one begin, its words, and whether it was skipped."""
         self.step += 1
         self.cursor = cursor
         self.words_seen += words
@@ -92,7 +94,7 @@ class Progress:
 # Write
 
 
-def write_checkpoint(final: Path, model, tokenizer, tensors: dict[str, dict], state: dict, keep: int) -> None:
+def write_checkpoint(final: Path, model, tokenizer, tensors: dict[str, dict], state: State, keep: int) -> None:
     """
     Write a checkpoint, and delete all but the last `keep` checkpoints of the run.
 
@@ -101,8 +103,8 @@ def write_checkpoint(final: Path, model, tokenizer, tensors: dict[str, dict], st
 
     Args:
         model: an unsharded model on the CPU.
-        tensors: further files by name, each a dict of named tensors; no file is written for an empty dict.
-        state: the content of the checkpoint's JSON file.
+        tensors: for the name of each further file, its tensors by their names; without a tensor, no file is written.
+        state: the content of training_state.json, but for `versions`.
 
     Raises:
         UserError: the checkpoint cannot be written, for example because the disk is full. Earlier checkpoints are
@@ -111,11 +113,11 @@ def write_checkpoint(final: Path, model, tokenizer, tensors: dict[str, dict], st
     with folders.atomic_folder(final, f", and {GO_ON}; earlier checkpoints are unchanged") as partial:
         save_model(model, partial)
         save_tokenizer(tokenizer, partial)
-        for name, named in tensors.items():
-            if named:
-                save_file(named, partial / name)
-        state = {**state, "versions": versions()}
-        (partial / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n")
+        for file_name, tensors_of_file in tensors.items():
+            if tensors_of_file:
+                save_file(tensors_of_file, partial / file_name)
+        content = {**state, "versions": versions()}
+        (partial / STATE_FILE).write_text(json.dumps(content, indent=2) + "\n")
         (partial / MANIFEST_FILE).write_text(json.dumps({"sha256": hashes_of(partial)}, indent=2) + "\n")
     delete_old(checkpoints(final.parent)[:-keep])
 
@@ -146,9 +148,10 @@ def delete(checkpoint: Path) -> None:
     Raises:
         UserError: it cannot be deleted, for example as a program has one of its files open on a network's disk.
     """
-    hidden = checkpoint if checkpoint.name.startswith(".") else folders.hidden(checkpoint)
+    is_hidden = checkpoint.name.startswith(".")  # left by a run that was killed while it wrote or deleted it
+    hidden = checkpoint if is_hidden else folders.hidden(checkpoint)
     try:
-        if hidden != checkpoint:
+        if not is_hidden:
             checkpoint.rename(hidden)
         shutil.rmtree(hidden)
     except OSError as error:
@@ -167,11 +170,11 @@ class CheckpointSaver:
         tokenizer: saved with every checkpoint.
         run: the options, with the number of steps.
         identity: what runs that go on from the checkpoints must share (`run_folder.make_identity`).
-        progress: how far the run has come; the training loop moves it on.
-        last: the checkpoint that the run goes on from.
+        progress: how far the run has come.
+        last: the checkpoint that the run goes on from, if it is resumed.
 
     Attributes:
-        last: the last checkpoint, if there is one.
+        last: the checkpoint that was saved last; before the first one, that which the run goes on from, or None.
     """
 
     def __init__(self, learner, folder: Path, tokenizer, run, identity: dict, progress: Progress, last):
@@ -183,21 +186,31 @@ class CheckpointSaver:
         self.progress = progress
         self.last = last
 
-    def save(self) -> None:
+    def save(self, log_rows: int) -> None:
         """
         Save a checkpoint of the step that was done last. Every process must call this at the same point of the run.
+
+        Args:
+            log_rows: how many rows the training log has.
 
         Raises:
             UserError: as `write_checkpoint`.
         """
+        progress = self.progress
         scaler = self.learner.accelerator.scaler
-        state = dataclasses.asdict(self.progress)
-        state["max_steps"] = self.run.max_steps
-        state["identity"] = self.identity
-        state["scaler"] = scaler.state_dict() if scaler else None
-        path = self.folder / f"checkpoint-{self.progress.step}"
+        state = {
+            "step": progress.step,
+            "cursor": list(progress.cursor),
+            "skipped_in_a_row": progress.skipped_in_a_row,
+            "rows": log_rows,
+            "words_seen": progress.words_seen,
+            "max_steps": self.run.max_steps,
+            "identity": self.identity,
+            "scaler": scaler.state_dict() if scaler else None,
+        }
+        path = self.folder / f"checkpoint-{progress.step}"
         model = self.learner.full_model()
-        tensors = self.learner.tensors()
+        tensors = self.learner.tensors_beside_model()
         on_main(write_checkpoint, path, model, self.tokenizer, tensors, state, self.run.save_total_limit)
         self.last = Checkpoint(path, state)
 
@@ -212,17 +225,15 @@ class CheckpointSaver:
 
 @dataclass
 class Checkpoint:
-    """An undamaged checkpoint: its folder, whatever its name, and the content of its JSON file."""
+    """An undamaged checkpoint: its folder, whatever its name, and the content of training_state.json (`State`)."""
 
     path: Path
-    state: dict
+    state: State
 
     def progress(self) -> Progress:
         """How far the run had come; a new object, which the caller may change."""
         state = self.state
-        return Progress(
-            state["step"], tuple(state["cursor"]), state["skipped_in_a_row"], state["rows"], state["words_seen"]
-        )
+        return Progress(state["step"], tuple(state["cursor"]), state["skipped_in_a_row"], state["words_seen"])
 
 
 def checkpoints(folder: Path, unfinished: bool = False) -> list[Path]:
@@ -230,11 +241,12 @@ def checkpoints(folder: Path, unfinished: bool = False) -> list[Path]:
     The checkpoint folders in a run's output folder, by step.
 
     Args:
-        unfinished: include hidden folders whose writing or deletion was interrupted.
+        unfinished: include hidden folders whose writing or deletion was interrupted, such as `.checkpoint-5.part`
+            (`folders.hidden`).
     """
     pattern = r"checkpoint-\d+"
     if unfinished:
-        pattern = rf"\.*{pattern}(\.part)*"  # as `folders.hidden` names them
+        pattern = rf"\.*{pattern}(\.part)*"
     # `glob` finds nothing where the output folder does not exist, as on another machine.
     found = []
     for path in folder.glob("*checkpoint-*"):
@@ -265,18 +277,22 @@ def find_checkpoint(wanted: str | None, folder: Path) -> Checkpoint | None:
     Raises:
         UserError: `wanted` is not a checkpoint, or is damaged; or all checkpoints in `folder` are damaged.
     """
+    if not wanted:
+        return None
     if wanted != "latest":
-        return wanted and read_checkpoint(Path(wanted))
-    paths = checkpoints(folder)
-    for path in reversed(paths):
+        return read_checkpoint(Path(wanted))
+    by_step = checkpoints(folder)
+    for path in reversed(by_step):
         try:
             return read_checkpoint(path)
         except UserError as error:
-            if path == paths[0]:
+            is_first = path == by_step[0]
+            if is_first:
                 raise UserError(
                     f"{error}; there is no earlier checkpoint: --overwrite_output_dir starts anew"
                 ) from None
             logger.warning(f"{error}; trying the checkpoint before")
+    return None  # the run has saved none yet
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -286,28 +302,29 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises:
         UserError: the folder is not a checkpoint, or a file is missing or is not as it was saved.
     """
-    with explained(
-        f"{path}: not a checkpoint, or a damaged one", "give another checkpoint-<step> folder, or latest", ValueError
-    ):
+    what = f"{path}: not a checkpoint, or a damaged one"
+    # Each error of the block, a `UserError` without a path among them, becomes the reason in one message of this form.
+    with explained(what, "give another checkpoint-<step> folder, or latest", ValueError):
         manifest = read_record(path / MANIFEST_FILE, Manifest)
-        if not manifest:
+        if not manifest:  # `read_record` gives an empty dict where there is no file
             raise UserError(f"there is no {MANIFEST_FILE}")
-        for name in (STATE_FILE, WEIGHTS_FILE, OPTIMIZER_FILE):
+        in_every_checkpoint = (STATE_FILE, WEIGHTS_FILE, OPTIMIZER_FILE)
+        for name in in_every_checkpoint:
             if name not in manifest["sha256"]:
                 raise UserError(f"there is no {name}")
-        check_hashes(path, manifest["sha256"], (STATE_FILE, WEIGHTS_FILE, OPTIMIZER_FILE, AVERAGE_FILE))
+        check_hashes(path, manifest["sha256"], needed=(*in_every_checkpoint, AVERAGE_FILE))
         state = read_record(path / STATE_FILE, State)
         check_state(state)
         return Checkpoint(path, state)
 
 
-def check_hashes(path: Path, hashes: dict[str, str], read: tuple[str, ...] = ()) -> None:
+def check_hashes(path: Path, hashes: dict[str, str], needed: tuple[str, ...] = ()) -> None:
     """
     Check the files of a checkpoint.
 
     Args:
         hashes: the SHA-256 of each file, by its name, from a record of the checkpoint.
-        read: the files that will be read, if they are there: each must have a hash.
+        needed: the files that will be read, if they are there: each must have a hash.
 
     Raises:
         UserError: a file is missing, is not as it was saved, or has no hash; or a name leads out of the folder.
@@ -318,134 +335,18 @@ def check_hashes(path: Path, hashes: dict[str, str], read: tuple[str, ...] = ())
             raise UserError(f"{name} is missing")
         if folders.content_hash(file) != saved_hash:
             raise UserError(f"{name} is not as it was saved")
-    for name in read:
+    for name in needed:
         if name not in hashes and (path / name).exists():
             raise UserError(f"{name} was not saved with it")
 
 
 def check_state(state: State) -> None:
     """Raise `UserError` if a number in the state is none that a run can have."""
-    numbers = [state["step"], *state["cursor"], state["rows"], state["skipped_in_a_row"]]
-    if len(state["cursor"]) != 3 or min(numbers) < 0 or max(numbers) >= 2**63:
+    counts = [state["step"], *state["cursor"], state["rows"], state["skipped_in_a_row"]]
+    if len(state["cursor"]) != 3 or min(counts) < 0 or max(counts) >= 2**63:
         raise UserError(f"{STATE_FILE}: has numbers that no run has")
     if not 1 <= state["step"] <= state["max_steps"] < 2**31:
         raise UserError(f"{STATE_FILE}: step {state['step']} of {state['max_steps']} steps is none of a run")
     words = state["words_seen"]
     if not math.isfinite(words) or words < 0:
         raise UserError(f"{STATE_FILE}: no run has seen {words} words")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Models saved by the number of words seen (--save_words)
-
-
-WORDS_FILE = "words_seen.json"
-
-
-class Words(TypedDict):
-    """The content of words_seen.json, as far as it is read."""
-
-    words: int
-
-
-PREFIX = "chck_"  # BabyLM's names: chck_1M, chck_10M
-UNITS = {"m": 10**6, "k": 10**3, "": 1}
-
-
-def word_marks(entries: list[str]) -> list[int]:
-    """
-    The numbers of words in `save_words`, ascending: 10k is 10,000, 1M and 1_000_000 are a million.
-
-    Raises:
-        UserError: an entry is no number of words, or is not more than the entry before it.
-    """
-    marks = []
-    for entry in entries:
-        match = re.fullmatch(r"([0-9][0-9_]{0,40})([kKmM]?)", entry)
-        words = match and int(match[1].replace("_", "")) * UNITS[match[2].lower()]
-        if not words or words >= 2**63:
-            raise UserError(f"save_words takes numbers of words such as 10k, 1M or 1_000_000, got {entry!r:.40}")
-        if marks and words <= marks[-1]:
-            raise UserError(
-                f"save_words: {entry} must be more than the {entries[len(marks) - 1]} before it; give each once, in "
-                f"order"
-            )
-        marks.append(words)
-    return marks
-
-
-def folder_name(words: int) -> str:
-    """The name of a folder and of a branch, such as chck_1M, chck_10k or chck_1234."""
-    unit = next(unit for unit, size in UNITS.items() if words % size == 0)
-    return f"{PREFIX}{words // UNITS[unit]}{unit.replace('m', 'M')}"
-
-
-class WordSaver:
-    """
-    Saves the model when the words that a run has seen reach a number of `--save_words`.
-
-    Every process must call each method at the same point of the run.
-
-    Args:
-        learner: the run's `Learner`.
-        folder: the run's output folder.
-        record: the content of the run's run_config.json.
-        tokenizer: saved with every model.
-        marks: the numbers of words, ascending.
-        progress: how far the run has come; the training loop moves it on.
-    """
-
-    def __init__(self, learner, folder: Path, record: dict, tokenizer, marks: list[int], progress: Progress):
-        self.learner = learner
-        self.folder = folder
-        self.record = record
-        self.tokenizer = tokenizer
-        self.marks = marks
-        self.progress = progress
-        self.waiting = [mark for mark in marks if mark > progress.words_seen]
-
-    def delete_later_ones(self) -> None:
-        """
-        In the main process, delete saved models that the run will save again, or, at its start, those of an earlier
-        run; those that were saved before the checkpoint to resume from stay.
-        """
-        for file in [*self.folder.glob(f"{PREFIX}*/{WORDS_FILE}")]:
-            if read_record(file, Words)["words"] in self.waiting or not self.progress.words_seen:
-                delete(file.parent)
-
-    def save_due(self) -> None:
-        """
-        Save the model under the name of every number that the words seen have reached since the last call.
-
-        The model has the weights that the run evaluates and publishes: their moving average, if the run keeps one. It
-        has a record and a card of its own, and can be published as it is.
-
-        Raises:
-            UserError: a folder cannot be written.
-        """
-        while self.waiting and self.waiting[0] <= self.progress.words_seen:
-            on_main(self._save, self.waiting.pop(0), self.learner.full_model(averaged=True))
-
-    def report_missing(self) -> None:
-        """Warn of the models that the run has not saved, when it has ended."""
-        names = [folder_name(mark) for mark in self.marks]
-        missing = [name for name in names if not (self.folder / name).exists()]
-        if missing:
-            logger.warning(
-                f"save_words: {', '.join(missing)} not saved: the run was beyond that when it was given, or has ended "
-                f"before, after {self.progress.words_seen:,.0f} words"
-            )
-
-    def _save(self, words, model):
-        step = self.progress.step
-        words_seen = self.progress.words_seen
-        path = self.folder / folder_name(words)
-        with folders.atomic_folder(path, f", and {GO_ON}; the checkpoints are unchanged") as partial:
-            save_model(model, partial)
-            save_tokenizer(self.tokenizer, partial)
-            folders.write_json(partial / WORDS_FILE, {"words": words, "step": step, "words_seen": words_seen})
-            record = {**self.record, "checkpoint_step": step, "checkpoint_words": words}
-            folders.write_json(partial / card.RUN_FILE, record)
-            text = card.render_card(partial, self.folder.resolve().name)
-            (partial / card.CARD_FILE).write_text(text, encoding="utf-8")
-        logger.info(f"{path}: saved after {words_seen:,.0f} words (step {step:,})")

@@ -1,7 +1,6 @@
 """torch.compile: the encoder blocks of a run, compiled."""
 
 import contextlib
-import logging
 from collections.abc import Iterator
 
 import torch
@@ -11,9 +10,6 @@ import torch.fx.experimental._config
 from torch import nn
 
 from d2l_bert.messages import explained
-
-
-logger = logging.getLogger(__name__)
 
 
 # Programs that the compiler may make for the encoder block: one for training, one for evaluation, for the last block,
@@ -40,9 +36,12 @@ def compiled_blocks(model: nn.Module, is_compiled: bool) -> Iterator[None]:
         yield
         return
     blocks = model.base_model.encoder.layer
-    model.mlm.compiles_gradient = True
+    model.mlm.compiles_gradient = True  # read by the loss, see `MaskLM`
     for block in blocks:
-        block.compute = torch.compile(type(block).compute.__get__(block), dynamic=True)
+        # The method of the class, bound to this block: all blocks share its code, and so its programs. The compiled
+        # one is an attribute of the block itself, which hides the method until it is deleted below.
+        method = type(block).compute.__get__(block)
+        block.compute = torch.compile(method, dynamic=True)
     try:
         with (
             explained("torch_compile", "give --torch_compile false", torch._dynamo.exc.TorchDynamoException),
@@ -61,4 +60,4 @@ def compiled_blocks(model: nn.Module, is_compiled: bool) -> Iterator[None]:
     finally:
         model.mlm.compiles_gradient = False
         for block in blocks:
-            vars(block).pop("compute", None)
+            vars(block).pop("compute", None)  # the method of the class is back

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from d2l_bert.messages import UserError
 from d2l_bert.options import BATCHES, HUB, LENGTH, MACHINE, OPTIMIZER, OUTPUT, TEXT, option
@@ -15,6 +15,21 @@ MICRO_BATCH_TOKENS = 2**14
 
 # Fields of `D2lBertConfig` that a run with --init_from may change.
 FREE_FIELDS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
+
+
+class PlannedStage(NamedTuple):
+    """
+    The size of consecutive steps.
+
+    Args:
+        first_step: the first of these steps, counted from 0. They end where the next stage begins.
+        length: the sequence length.
+        batch_size: of a step, in pairs of `max_seq_length`.
+    """
+
+    first_step: int
+    length: int
+    batch_size: int
 
 
 @dataclass(kw_only=True)
@@ -298,7 +313,7 @@ class PretrainConfig(TextConfig):
     def contradictions(self, given: set[str]) -> Iterator[str]:
         """As in `Options`. Raises `UserError` itself for options that are written in no known form."""
         first_share, last_share = self.mlm_probabilities()
-        self.stages(max_steps=1)
+        self.stages(max_steps=1)  # raises if a schedule is no schedule
         yield from super().contradictions(given)
         lengths = [name for name in LENGTH_OPTIONS if getattr(self, name) is not None]
         if len(lengths) != 1:
@@ -339,22 +354,23 @@ class PretrainConfig(TextConfig):
                 f"it out"
             )
 
-    def stages(self, max_steps: int) -> list[tuple[int, int, int]]:
+    def stages(self, max_steps: int) -> list[PlannedStage]:
         """
-        The stages of the run. All steps of a stage have the same sequence length and batch size.
+        The stages of a run of `max_steps`. The last one has `max_seq_length` and `global_batch_size`.
 
-        Returns:
-            For each stage its first step, counted from 0, its sequence length, and its batch size, in pairs of
-            `max_seq_length`. The last stage has `max_seq_length` and `global_batch_size`.
+        A stage begins wherever a schedule changes. If the length changes at the steps 30 and 50, and the batch size at
+        step 20, there are four: from the steps 0, 20, 30 and 50.
         """
-        lengths = self._stages("length_schedule", "LENGTH", "max_seq_length", 8, max_steps)
-        batch_sizes = self._stages("batch_size_schedule", "BATCH", "global_batch_size", 1, max_steps)
-        starts = sorted({start for start, _ in (*lengths, *batch_sizes)})
-        return [(start, _value_at(start, lengths), _value_at(start, batch_sizes)) for start in starts]
+        lengths = self._changes("length_schedule", "LENGTH", "max_seq_length", 8, max_steps)
+        batch_sizes = self._changes("batch_size_schedule", "BATCH", "global_batch_size", 1, max_steps)
+        first_steps = sorted({step for step, _ in (*lengths, *batch_sizes)})
+        return [PlannedStage(step, _value_at(step, lengths), _value_at(step, batch_sizes)) for step in first_steps]
 
-    def _stages(self, schedule, metavar, last, least, max_steps):
+    def _changes(self, schedule, metavar, last, least, max_steps):
         """
-        The first step and the value of each entry of a schedule, and of the option that follows the schedule.
+        The values of a schedule, and of the option that follows it, each with its first step.
+
+        Of `16:0.3 32:0.2` before 48, in 100 steps: (0, 16), (30, 32), (50, 48). The last one has a step at least.
 
         Args:
             schedule: the name of the schedule's option.
@@ -362,21 +378,24 @@ class PretrainConfig(TextConfig):
             last: the name of the option whose value follows the schedule.
             least: the smallest value that an entry may have.
         """
-        stages, share, most = [], 0.0, getattr(self, last)
+        most = getattr(self, last)
+        changes = []
+        share = 0.0  # of the run, in the entries so far
         for entry in getattr(self, schedule):
             value, _, entry_share = entry.partition(":")
-            smallest = max(least, stages[-1][1] + 1) if stages else least
+            smallest = max(least, changes[-1][1] + 1) if changes else least
             is_entry = value.isdecimal() and re.fullmatch(r"0?\.\d+", entry_share) and 0 < float(entry_share) < 1
             if not is_entry or not smallest <= int(value) < most:
                 raise UserError(
                     f"{schedule} takes {metavar}:SHARE such as {least + 8}:0.4, rising, each at least {least} and "
                     f"below {last} ({most}), got {entry!r}"
                 )
-            stages.append((round(share * max_steps), int(value)))
+            changes.append((round(share * max_steps), int(value)))
             share += float(entry_share)
         if share >= 1:
             raise UserError(f"{schedule}: its shares must leave some steps for {last}")
-        return [*stages, (min(round(share * max_steps), max_steps - 1), most)]  # the last step at the least
+        first_of_last = min(round(share * max_steps), max_steps - 1)
+        return [*changes, (first_of_last, most)]
 
     def pairs_a_step(self, batch_size: int, length: int) -> int:
         """Pairs of `length` tokens in a step: as many tokens as `batch_size` pairs of `max_seq_length` have."""
@@ -396,12 +415,16 @@ class PretrainConfig(TextConfig):
 
     def known_license(self) -> str | None:
         """The licence of the model: `license`, or apache-2.0 if everything comes from python-docs, or None."""
-        others = self.dataset or self.existing_tokenizer()  # of a tokenizer, or of a model to start from
-        return self.license or ("apache-2.0" if self.text_paths() == ["python-docs"] and not others else None)
+        if self.license:
+            return self.license
+        # The tokenizer may be that of a model to start from.
+        has_more = bool(self.dataset or self.existing_tokenizer())
+        return "apache-2.0" if self.text_paths() == ["python-docs"] and not has_more else None
 
 
-def _value_at(step, stages):
-    return next(value for start, value in reversed(stages) if start <= step)
+def _value_at(step, changes):
+    """The value that a schedule has at a step, from what `_changes` gives."""
+    return next(value for first_step, value in reversed(changes) if first_step <= step)
 
 
 LENGTH_OPTIONS = ("max_steps", "num_train_epochs", "max_minutes")

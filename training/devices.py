@@ -6,9 +6,6 @@ import math
 import os
 
 import torch
-import torch._dynamo.config
-import torch._functorch.config
-import torch.fx.experimental._config
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
@@ -62,7 +59,7 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision=precision,
-        # `Learner.take_step` divides the losses; Accelerate must not divide them again.
+        # `Learner.update` divides the losses; Accelerate must not divide them again.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         **options,
     )

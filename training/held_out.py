@@ -11,16 +11,10 @@ from torch.nn import functional as F
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.pair_tasks import PairTask, unit
 from d2l_bert.tokenization.token_store import TokenizedCorpus
-from d2l_bert.training.data.batches import (
-    ALONE,
-    BatchMaker,
-    Ranks,
-    batches,
-    count_examples,
-    first_with_target,
-)
+from d2l_bert.training.data.batches import BatchMaker, batches, count_examples, first_with_target
 from d2l_bert.training.data.order import EpochPairs
 from d2l_bert.training.data.pairs import NO_LABEL, one_segment_accuracy
+from d2l_bert.training.data.rows import ALONE, Ranks
 
 
 # A fixed seed: all runs on a corpus have the same held-out pairs and masks.
@@ -35,7 +29,8 @@ TOP_5 = "mlm_in_top_5"
 
 class HeldOutPairs:
     """
-    The micro-batches that this process computes in an evaluation. Each pair is evaluated by one process only.
+    The pairs to evaluate on. Iterating gives the micro-batches that this process computes in an evaluation; each pair
+    is evaluated by one process only.
 
     The pairs and their masks are the same in every evaluation of every run on a corpus with the same options of rows.
 
@@ -48,19 +43,19 @@ class HeldOutPairs:
 
     def __init__(self, corpus: TokenizedCorpus, tokenizer, run, most_tokens: int, name: str, ranks: Ranks = ALONE):
         # An evaluation holds all logits of a micro-batch in memory, training does not.
-        most_predicted = LOGITS_AT_ONCE / len(tokenizer)
-        _, last_share = run.mlm_probabilities()
+        most_predicted_tokens = LOGITS_AT_ONCE / len(tokenizer)
+        _, share_to_predict = run.mlm_probabilities()
         self.run = run
-        self.most_tokens = min(most_tokens, int(most_predicted / last_share))
+        self.most_tokens = min(most_tokens, int(most_predicted_tokens / share_to_predict))
         self.name = name
         self.ranks = ranks
         once = dataclasses.replace(run, seed=HELD_OUT_SEED, source_weights=[])  # each document once
-        self.pairs = EpochPairs(corpus, once, run.max_seq_length, name)
+        self.epoch_pairs = EpochPairs(corpus, once, run.max_seq_length, name)
         self.make_batch = BatchMaker(corpus, tokenizer, run, run.max_seq_length)
 
     def parts(self) -> Iterator[np.ndarray]:
         """Yield the pairs, one window at a time."""
-        return self.pairs.parts(0, self.run.max_eval_pairs)
+        return self.epoch_pairs.parts(0, self.run.max_eval_pairs)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         for pairs in self.parts():
@@ -83,8 +78,8 @@ class HeldOutPairs:
         """`pairs.one_segment_accuracy`, by its name in metrics.json, to read a model's accuracy beside it."""
         if not self.make_batch.has_labels:
             return {}
-        first_window = self.pairs.window(0, 0)
-        accuracy = one_segment_accuracy(self.pairs.corpus, first_window, self.make_batch.vocab_size)
+        first_window = self.epoch_pairs.window(0, 0)
+        accuracy = one_segment_accuracy(self.epoch_pairs.corpus, first_window, self.make_batch.vocab_size)
         return {f"eval_{self.run.objective}_one_segment_accuracy": accuracy}
 
     def _labelled_parts(self):

@@ -46,7 +46,7 @@ def make_model(architecture: D2lBertConfig, run: PretrainConfig, tokenizer, is_r
         model = start_from(run, architecture, tokenizer)
     else:
         model = _class_of(run)._from_config(architecture, attn_implementation=run.attn_implementation)
-    if run.attention_init != "normal":
+    if run.attention_init != "normal":  # bigrams, too: `start_from_bigrams` leaves this where it finds too few
         look_at_neighbours(model)
     if run.gradient_checkpointing:
         model.activation_checkpointing_enable()
@@ -54,7 +54,7 @@ def make_model(architecture: D2lBertConfig, run: PretrainConfig, tokenizer, is_r
 
 
 def _class_of(run):
-    # Without a pair task the class has no pair head and no pooler, so that no untrained weights are published.
+    """The class of a run's model: without a pair task it has no head for pairs, whose weights would stay untrained."""
     return D2lBertForMaskedLM if run.objective == "none" else D2lBertForPreTraining
 
 

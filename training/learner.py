@@ -1,4 +1,4 @@
-"""The step of a run: model and optimizers, trained, evaluated, saved and loaded."""
+"""The model of a run with its optimizers: takes a step, is evaluated, saved and loaded."""
 
 import contextlib
 import math
@@ -58,8 +58,9 @@ class Learner:
 
     Every process must call each method at the same point of the run.
 
-    `model` is the model as it was built; `wrapped_model` and `wrapped_optimizers` are what Accelerate made of it and
-    of the optimizers, for DDP, FSDP2 and fp16; `full_model()` is a copy on the CPU, with full tensors, for saving.
+    `model` and `optimizers` are as they were built; `wrapped_model` and `wrapped_optimizers` are what Accelerate made
+    of them for DDP, FSDP2 and fp16, and are what a step calls; `full_model()` is a copy on the CPU, with full tensors,
+    for saving.
 
     Args:
         model: a `D2lBertForPreTraining`, or, with `objective` none, a `D2lBertForMaskedLM`. FSDP2 replaces the model's
@@ -82,13 +83,13 @@ class Learner:
     # -----------------------------------------------------------------------------------------------------------------
     # Train
 
-    def step(self, number: int, step: Step, learning_rate: float) -> StepStats:
+    def train_on(self, step: Step, number: int, learning_rate: float) -> StepStats:
         """
-        Train on one batch.
+        Take a step of the run: draw its dropout, train on its batch, and add the weights to their average.
 
         Args:
-            number: the step, counted from 1.
             step: this process's share of the batch.
+            number: of the step, counted from 1.
 
         Returns:
             The losses, the gradient norm and the counts of the whole batch, summed over all processes.
@@ -96,31 +97,33 @@ class Learner:
         # The seed of dropout follows from the step, so that a checkpoint needs no state of the generator.
         seed = short_hash(self.run.seed, number, self.accelerator.process_index)
         torch.manual_seed(int(seed, 16) % 2**63)
-        stats = self.take_step(step.micro_batches, step.counts, learning_rate)
+        stats = self.update(step.micro_batches, step.counts, learning_rate)
         if self.average and not stats.skipped:
             self.average.update(number)
         return stats
 
-    def take_step(self, micro_batches: list[dict], counts: Counts, learning_rate: float = 0.0) -> StepStats:
+    def update(self, micro_batches: list[dict], counts: Counts, learning_rate: float) -> StepStats:
         """
-        Train on one batch; skip the update of the weights if the loss or the gradient is not finite.
+        Compute loss and gradient of a batch, and update the weights; not if the loss or the gradient is not finite.
 
         Each loss is a sum over the whole batch of all processes, divided once by the batch's count, so that the
-        gradient does not depend on how the batch is split. At a rate of 0 only optimizer state changes, which
-        `reset_optimizers` undoes.
+        gradient does not depend on how the batch is split.
 
         Args:
             micro_batches: this process's share of the batch, as dicts of the model's arguments.
             counts: of these micro-batches (`Step.counts`).
+            learning_rate: with 0, for a step that is only timed, no weight changes: the optimizers' state does, which
+                `reset_optimizers` undoes.
         """
         accelerator = self.accelerator
         model = self.wrapped_model
         device = accelerator.device
-        counts = accelerator.reduce(counts.to_tensor(device), "sum")
-        # A step of nothing but `[UNK]` has no token to predict, and one without a pair has no label: a loss of 0 / 1.
-        divisors = {"num_items_in_batch": counts[0].clamp(min=1)}
+        total_counts = Counts(*accelerator.reduce(counts.to_tensor(device), "sum"))
+        # A step of nothing but `[UNK]` has no token to predict, and one without a labelled pair no label: its loss is
+        # then 0 / 1, not 0 / 0.
+        divisors = {"num_items_in_batch": total_counts.masked_tokens.clamp(min=1)}
         if "next_sentence_label" in micro_batches[0]:
-            divisors["num_pairs_in_batch"] = counts[1].clamp(min=1)
+            divisors["num_pairs_in_batch"] = total_counts.examples.clamp(min=1)
         losses = torch.zeros(2, device=device)
         for number, batch in enumerate(micro_batches, 1):
             batch = on_each(lambda tensor: tensor.to(device, non_blocking=True), batch)
@@ -129,41 +132,49 @@ class Learner:
             is_synced = number == len(micro_batches) or accelerator.is_fsdp2
             with contextlib.nullcontext() if is_synced else accelerator.no_sync(model):
                 with accelerator.autocast():
-                    # FSDP2 gathers a shard of the decoder only in its forward pass, which skipped logits leave out.
+                    # FSDP2 makes the shards of a layer whole only when the layer is called. The loss without logits
+                    # does not call the decoder, and would read a shard.
                     outputs = model(**batch, **divisors, skip_logits=not accelerator.is_fsdp2)
                 # DDP and FSDP2 average gradients over the processes; the factor turns the average into the sum.
                 accelerator.backward(outputs.loss * accelerator.num_processes)
-            # A model without a second head has one loss. Where it has one, `nsp_loss` is that of SOP, too.
+            # A model with the MLM head alone has only `loss`. With a second head, `nsp_loss` is that of NSP or SOP.
             mlm_loss = outputs.get("mlm_loss", outputs.loss)
             pair_loss = outputs.get("nsp_loss", torch.zeros_like(outputs.loss))
             losses += torch.stack([mlm_loss, pair_loss]).detach()
         norm = shards.full_tensor(accelerator.clip_grad_norm_(model.parameters(), self.run.max_grad_norm))
         # Reduced over all processes, so that every process skips the same steps.
-        stats = torch.cat([accelerator.reduce(losses, "sum"), norm[None].to(device), counts]).tolist()
-        mlm_loss, pair_loss, grad_norm, *counted = stats
-        is_loss_finite = math.isfinite(mlm_loss) and math.isfinite(pair_loss)
-        is_gradient_finite = math.isfinite(grad_norm)
+        mlm_loss, pair_loss = accelerator.reduce(losses, "sum")
+        # In the order of `StepStats`. All at once, as each number that is read from a GPU makes the CPU wait for it.
+        figures = torch.stack([mlm_loss, pair_loss, norm.to(device), *total_counts]).tolist()
+        stats = StepStats(*figures, skipped=0.0)  # as if it was not; see below
+        is_loss_finite = math.isfinite(stats.mlm_loss) and math.isfinite(stats.pair_loss)
+        is_gradient_finite = math.isfinite(stats.grad_norm)
         self._update_weights(learning_rate, is_loss_finite, is_gradient_finite)
-        is_skipped = not (is_loss_finite and is_gradient_finite)
-        return StepStats(mlm_loss, pair_loss, grad_norm, *counted, skipped=float(is_skipped))
+        if is_loss_finite and is_gradient_finite:
+            return stats
+        return stats._replace(skipped=1.0)
 
     def _update_weights(self, learning_rate, is_loss_finite, is_gradient_finite):
-        """Let the optimizers take a step if loss and gradient are finite; then clear the gradients."""
-        scaler = self.accelerator.scaler  # of fp16 alone
+        """
+        Let the optimizers take a step if loss and gradient are finite; then clear the gradients.
+
+            loss        gradient    without a scaler    with fp16's scaler
+            finite      finite      step                step
+            any         infinite    nothing             step: the scaler leaves it out itself, and lowers its scale
+            infinite    finite      nothing             the scaler's update alone: it would take the step
+        """
+        scaler = self.accelerator.scaler
         for optimizer in self.wrapped_optimizers:
-            takes_step = is_loss_finite and is_gradient_finite
-            if scaler and not is_gradient_finite:
-                takes_step = True  # the scaler leaves the step out, and must see the gradient to lower its scale
-            if takes_step:
+            if (is_loss_finite and is_gradient_finite) or (scaler and not is_gradient_finite):
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate
                 optimizer.step()
-            elif scaler:  # the loss alone is not finite: the scaler would take the step
+            elif scaler:
                 scaler.update()
             optimizer.zero_grad()
 
     def reset_optimizers(self) -> None:
-        """Optimizer state and fp16's scaler as they were before the first `take_step`."""
+        """Optimizer state and fp16's scaler as they were before the first `update`."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
         if self.accelerator.scaler:
@@ -185,15 +196,17 @@ class Learner:
         """
         if self.run.attn_implementation == VARLEN:  # held-out rows have padding
             self.model.set_attn_implementation("sdpa")
-        weights = self.average.in_place() if self.average else contextlib.nullcontext()
-        with self.accelerator.autocast(), weights:
-            counts = held_out_counts(self.wrapped_model, batches, self.accelerator.device)
+        averaged_weights = self.average.in_place() if self.average else contextlib.nullcontext()
+        with self.accelerator.autocast(), averaged_weights:
+            sums = held_out_counts(self.wrapped_model, batches, self.accelerator.device)
             shards.reshard(self.wrapped_model)
         if self.run.attn_implementation == VARLEN:
             self.model.set_attn_implementation(VARLEN)
-        counts = self.accelerator.reduce(counts, "sum")
-        is_measured = counts[SUMS.index("masked_tokens")] > 0
-        return held_out_metrics(counts, PAIR_TASKS.get(self.run.objective)) if is_measured else None
+        sums = self.accelerator.reduce(sums, "sum")
+        masked_tokens = sums[SUMS.index("masked_tokens")]
+        if masked_tokens == 0:
+            return None
+        return held_out_metrics(sums, PAIR_TASKS.get(self.run.objective))
 
     # -----------------------------------------------------------------------------------------------------------------
     # Save and load
@@ -209,11 +222,12 @@ class Learner:
         weights = self._gather(chosen)
         return shards.unsharded_model(self.model, weights) if self.accelerator.is_main_process else None
 
-    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+    def tensors_beside_model(self) -> dict[str, dict[str, torch.Tensor]]:
         """
-        What a checkpoint keeps beside the model, as full tensors on the CPU by the names of its files.
+        What a checkpoint keeps beside the model: for the name of each file, its tensors by their names.
 
-        The moments of the optimizers, and the average of the weights if there is one; empty outside the main process.
+        These are the tensors of the optimizers, by `moment_name`, and the average of the weights, by the names of the
+        parameters, if there is one: full tensors on the CPU in the main process, no tensors in the others.
         """
         averages = self.average.averages if self.average else {}
         return {
@@ -222,7 +236,7 @@ class Learner:
         }
 
     def bytes_in_checkpoint(self) -> int:
-        """The size of a checkpoint's tensors: the weights, and what `tensors` gives."""
+        """The size of a checkpoint's tensors: the weights, and those of `tensors_beside_model`."""
         tensors = [*self.parameters.values(), *self._moments().values()]
         if self.average:
             tensors += self.average.averages.values()
@@ -231,19 +245,20 @@ class Learner:
     @torch.no_grad()
     def load(self, saved: checkpoint.Checkpoint) -> None:
         """Load weights, optimizer state and the moving average from a checkpoint, whose identity is this run's."""
-        for name, tensor in self._read(saved.path / checkpoint.WEIGHTS_FILE, {*self.parameters}):
+        parameter_names = {*self.parameters}
+        for name, tensor in self._read(saved.path / checkpoint.WEIGHTS_FILE, parameter_names):
             self.parameters[name].copy_(tensor)
         self.model.tie_weights()
         optimizer_of = self._optimizer_of_parameters()
-        moments = set()
+        moment_names = set()
         for name, parameter in self.parameters.items():
-            moments |= {moment_name(name, key) for key in keys_of(optimizer_of[parameter])}
-        for full_name, tensor in self._read(saved.path / checkpoint.OPTIMIZER_FILE, moments):
-            name, key = parts_of_moment_name(full_name)
+            moment_names |= {moment_name(name, key) for key in keys_of(optimizer_of[parameter])}
+        for name_of_moment, tensor in self._read(saved.path / checkpoint.OPTIMIZER_FILE, moment_names):
+            name, key = parts_of_moment_name(name_of_moment)
             parameter = self.parameters[name]
             optimizer_of[parameter].state[parameter][key] = tensor
         if self.average is not None:
-            for name, tensor in self._read(saved.path / checkpoint.AVERAGE_FILE, {*self.parameters}):
+            for name, tensor in self._read(saved.path / checkpoint.AVERAGE_FILE, parameter_names):
                 self.average.averages[name].copy_(tensor)
         if self.accelerator.scaler:
             what = f"{saved.path / checkpoint.STATE_FILE}: the scaler of fp16 cannot be read"
@@ -280,10 +295,10 @@ class Learner:
 
     def _read_whole(self, path, names):
         """
-        The tensors in a file of a checkpoint, by their names.
+        The full tensors in a file of a checkpoint, by their names.
 
         Args:
-            names: of the tensors that the file must have.
+            names: of the tensors that the file must have, no more and no fewer: names of parameters, or of moments.
 
         Raises:
             UserError: the file is damaged; or a tensor is not one of this run by its name, shape or numbers, or is
@@ -294,12 +309,12 @@ class Learner:
             raise UserError(f"{path}: is missing; {way_out}")
         with explained(f"{path}: cannot be read", way_out, *READ_ERRORS, SafetensorError):
             tensors = load_file(path)
-        for full_name, tensor in tensors.items():
-            place = f"{path}: {full_name!r:.100}"
-            if full_name not in names:
+        for name, tensor in tensors.items():
+            place = f"{path}: {name!r:.100}"
+            if name not in names:
                 raise UserError(f"{place} is no tensor of this model; {way_out}")
-            name, key = parts_of_moment_name(full_name)
-            shape = () if key == "step" else tuple(self.parameters[name].shape)
+            parameter_name, key = parts_of_moment_name(name)
+            shape = () if key == "step" else tuple(self.parameters[parameter_name].shape)
             if tensor.shape != shape:
                 raise UserError(f"{place} has the shape {tuple(tensor.shape)}, and this run's has {shape}; {way_out}")
             if tensor.dtype != torch.float32:
@@ -315,10 +330,10 @@ class Learner:
 
     def _read(self, path, names):
         """
-        Yield the name of each tensor in a file of `tensors`, and the tensor, in every process.
+        Yield the name of each tensor in a file of a checkpoint, and the tensor, in every process.
 
-        The main process reads the file, and sends the tensors to the other processes. A tensor with the shape of its
-        parameter is sharded as the parameter is; Adam's step count has the shape ().
+        The main process reads the file (`_read_whole`), and sends the tensors to the other processes. A tensor with
+        the shape of its parameter is sharded as the parameter is; Adam's step count has the shape ().
         """
         is_main = self.accelerator.is_main_process
         device = self.accelerator.device
@@ -326,7 +341,8 @@ class Learner:
         # Every process learns what is coming; the tensors themselves follow one at a time.
         shapes = processes.on_main(lambda: {name: (tensor.shape, tensor.dtype) for name, tensor in whole.items()})
         for name, (shape, dtype) in shapes.items():
-            parameter = self.parameters[parts_of_moment_name(name)[0]]
+            parameter_name, _ = parts_of_moment_name(name)
+            parameter = self.parameters[parameter_name]
             tensor = whole[name].to(device) if is_main else torch.empty(shape, dtype=dtype, device=device)
             if isinstance(parameter, DTensor) and parameter.shape == shape:
                 yield name, distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
@@ -334,12 +350,21 @@ class Learner:
                 yield name, broadcast(tensor)
 
 
-def moment_name(parameter: str, key: str) -> str:
-    """The name of an optimizer's tensor in a checkpoint, from the names of the parameter and of the tensor."""
-    return f"{parameter}|{key}"
+def moment_name(parameter_name: str, key: str) -> str:
+    """
+    The name in a checkpoint of a tensor that an optimizer keeps of a parameter: `pooler.weight|exp_avg`.
+
+    Args:
+        key: the optimizer's name for the tensor, one of `keys_of`.
+    """
+    return f"{parameter_name}|{key}"
 
 
 def parts_of_moment_name(name: str) -> tuple[str, str]:
-    """The names of the parameter and of the tensor; of the name of a parameter itself, that and ""."""
-    parameter, _, key = name.partition("|")
-    return parameter, key
+    """
+    The name of the parameter, and the key: (`pooler.weight`, `exp_avg`) of `pooler.weight|exp_avg`.
+
+    A weight or an average has the name of its parameter alone, and no key: (`pooler.weight`, "") of `pooler.weight`.
+    """
+    parameter_name, _, key = name.partition("|")
+    return parameter_name, key

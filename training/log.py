@@ -47,11 +47,13 @@ MAX_SKIPPED_IN_A_ROW = 10
 
 def kind_of(row: dict) -> str:
     """The kind of a row of the training log: `train`, `held_out`, or the name of its event, such as `skipped`."""
-    return row.get("event") or ("held_out" if any(name.startswith("eval_") for name in row) else "train")
+    if row.get("event"):
+        return row["event"]
+    return "held_out" if any(name.startswith("eval_") for name in row) else "train"
 
 
 class Row(TypedDict):
-    """What every row of the training log has; `event` and `reason` are of events alone."""
+    """The entries that are read of any row of the training log; all but `step` are of events alone."""
 
     step: int
     event: NotRequired[str]
@@ -60,7 +62,7 @@ class Row(TypedDict):
 
 
 class TrainRow(Row):
-    """Of a row of training what is read when a run goes on."""
+    """The entries that are read of a row of training when a run goes on, but for `pairs` or `sequences`."""
 
     seconds: float
     tokens_per_second: float
@@ -152,17 +154,16 @@ def stage_changes(run: PretrainConfig) -> dict[int, dict]:
     """
     changes = {}
     for before, after in itertools.pairwise(run.stages(run.max_steps)):
-        _, length_before, batch_before = before
-        first, length, batch = after
-        step = first + 1  # stages count from 0
-        units = f"{run.pairs_a_step(batch, length):,} {unit(PAIR_TASKS.get(run.objective))}"
-        reason = f"step {step}: from here on, a step has {units} of {length} tokens"
+        step = after.first_step + 1  # stages count from 0
+        pairs_a_step = run.pairs_a_step(after.batch_size, after.length)
+        units = f"{pairs_a_step:,} {unit(PAIR_TASKS.get(run.objective))}"
+        reason = f"step {step}: from here on, a step has {units} of {after.length} tokens"
         labels = []
-        if length != length_before:
+        if after.length != before.length:
             reason += f"; the evaluation always uses {run.max_seq_length} tokens"
-            labels.append(f"{length_before} → {length} tokens")
-        if batch != batch_before:
-            labels.append(f"batch {batch_before} → {batch}")
+            labels.append(f"{before.length} → {after.length} tokens")
+        if after.batch_size != before.batch_size:
+            labels.append(f"batch {before.batch_size} → {after.batch_size}")
         changes[step] = {"step": step, "event": "stage", "reason": reason, "label": ", ".join(labels)}
     return changes
 
@@ -172,14 +173,17 @@ class RunLog:
     Collects the losses and counts of every step; writes rows of the log, and reports events: a change of sequence
     length or batch size, a skipped step.
 
+    A row is of one kind (`kind_of`): a row of training sums up the steps since the last such row; a held-out row has
+    the figures of an evaluation; an event has a reason, in words.
+
     Every process must call each method at the same point of the run; only the main process writes. A resumed run
     repeats the steps after its checkpoint, so it deletes their rows.
 
     Args:
         folder: the run's folder.
         run: the options, with the number of steps (`max_steps`).
-        progress: how far the run has come; the training loop moves it on. At step 0 the log of an earlier run is
-            replaced.
+        progress: how far the run has come. At step 0 the log of an earlier run is replaced.
+        rows_of_checkpoint: how many rows the log had when the checkpoint was saved that the run goes on from.
 
     Attributes:
         rows: the rows of the log.
@@ -197,6 +201,7 @@ class RunLog:
         run: PretrainConfig,
         architecture: D2lBertConfig,
         progress: Progress,
+        rows_of_checkpoint: int = 0,
     ):
         self.accelerator = accelerator
         self.path = folder / LOG_FILE
@@ -209,12 +214,12 @@ class RunLog:
         peak = matmul_peak(accelerator.device, MATMUL_DTYPES[accelerator.mixed_precision])
         # Of all processes together, in operations a second.
         self.peak = float(accelerator.gather(torch.tensor(peak, device=accelerator.device)).sum())
-        # Of the steps since the last row: their figures, the last one's rate, the seconds of waiting for batches.
-        self.steps: list[StepStats] = []
+        # What the next row is made of: the figures of each step since the last row, the rate of the last step, and for
+        # how many seconds training waited for batches. `start_clock` sets when the row began.
+        self.stats_of_row: list[StepStats] = []
         self.learning_rate = 0.0
-        self.waited = 0.0
-        self.rows = on_main(self._open)
-        progress.rows = len(self.rows)
+        self.seconds_waited = 0.0
+        self.rows = on_main(self._open, rows_of_checkpoint)
         used_memory(accelerator.device)  # resets the peak: the first row is without the memory of the setup
         self.start_clock()
         self.bar = tqdm(
@@ -228,7 +233,7 @@ class RunLog:
         )
 
     def start_clock(self) -> None:
-        """Let the time of the next row begin now."""
+        """Count the time of the next row from now on."""
         self.row_began = time.monotonic()
 
     @contextlib.contextmanager
@@ -236,11 +241,11 @@ class RunLog:
         """A block in which the training waits for a batch."""
         began = time.monotonic()
         yield
-        self.waited += time.monotonic() - began
+        self.seconds_waited += time.monotonic() - began
 
     @contextlib.contextmanager
     def pausing(self) -> Iterator[None]:
-        """A block that does not count as training: evaluations and saves."""
+        """A block that does not count as training, such as an evaluation: as if the row had begun so much later."""
         began = time.monotonic()
         yield
         self.row_began += time.monotonic() - began
@@ -253,7 +258,7 @@ class RunLog:
             UserError: training has diverged: too many steps in a row were skipped.
         """
         step = self.progress.step
-        self.steps.append(stats)
+        self.stats_of_row.append(stats)
         self.learning_rate = learning_rate
         self.bar.update()
         if step in self.changes:
@@ -276,10 +281,11 @@ class RunLog:
         batches; `mfu`, the operations on real tokens as a share of the peak; `memory_mb`, from `used_memory` on this
         process; `seconds_left`; `skipped_steps`, only if above 0. And `learning_rate`.
         """
-        if not self.steps:
+        if not self.stats_of_row:
             return
         seconds = time.monotonic() - self.row_began
-        total = StepStats(*(sum(of_steps) for of_steps in zip(*self.steps, strict=True)))  # losses are not read
+        # Of these sums only the counts are read; losses of skipped steps may be NaN.
+        total = StepStats(*(sum(figures) for figures in zip(*self.stats_of_row, strict=True)))
         operations = training_arithmetic(self.architecture, total, self.task is not None)
         row = {"step": self.progress.step, **self._mean_losses()}
         row["learning_rate"] = self.learning_rate
@@ -287,24 +293,24 @@ class RunLog:
         row[self.unit] = round(total.examples)
         row["tokens_per_second"] = total.tokens / seconds
         row["padding_share"] = 1 - total.tokens / total.padded_tokens
-        row["data_wait_share"] = self.waited / seconds
-        row["seconds_left"] = (self.max_steps - self.progress.step) * seconds / len(self.steps)
+        row["data_wait_share"] = self.seconds_waited / seconds
+        row["seconds_left"] = (self.max_steps - self.progress.step) * seconds / len(self.stats_of_row)
         row["mfu"] = operations / (seconds * self.peak)
         row["memory_mb"] = used_memory(self.accelerator.device)
         if total.skipped:
             row["skipped_steps"] = round(total.skipped)
-        self.steps = []
-        self.waited = 0.0
+        self.stats_of_row = []
+        self.seconds_waited = 0.0
         self.start_clock()
         self.record(row)
 
-    def last_evaluation(self) -> dict[str, float]:
-        """The figures of the last evaluation, if it was after the last step; else nothing."""
-        found = {}
+    def evaluation_of_this_step(self) -> dict[str, float]:
+        """The figures of the evaluation after the step that was done last; nothing if it was not evaluated."""
+        figures = {}
         for row in self.rows:
             if kind_of(row) == "held_out" and row["step"] == self.progress.step:
-                found = {name: value for name, value in row.items() if name != "step"}
-        return found
+                figures = {name: value for name, value in row.items() if name != "step"}
+        return figures
 
     def initial_metrics(self) -> dict[str, float]:
         """The MLM loss before the first step, by its name in metrics.json, if it was measured."""
@@ -329,15 +335,16 @@ class RunLog:
                 f"{self.path}: no row of training; put back the log of the run, or go on from an earlier checkpoint"
             )
         seconds = sum(row["seconds"] for row in rows)
-        tokens, with_padding = 0.0, 0.0
+        tokens = 0.0
+        tokens_with_padding = 0.0
         for row in rows:
-            of_row = row["tokens_per_second"] * row["seconds"]
-            tokens += of_row
-            with_padding += of_row / (1 - row["padding_share"])
+            tokens_of_row = row["tokens_per_second"] * row["seconds"]
+            tokens += tokens_of_row
+            tokens_with_padding += tokens_of_row / (1 - row["padding_share"])
         speed = {"train_seconds": seconds}
         speed[f"train_{self.unit}_per_second"] = sum(row[self.unit] for row in rows) / seconds
         speed["train_tokens_per_second"] = tokens / seconds
-        speed["train_padding_share"] = 1 - tokens / with_padding
+        speed["train_padding_share"] = 1 - tokens / tokens_with_padding
         speed["train_data_wait_share"] = sum(row["data_wait_share"] * row["seconds"] for row in rows) / seconds
         speed["train_mfu"] = sum(row["mfu"] * row["seconds"] for row in rows) / seconds
         speed["train_skipped_steps"] = sum(row.get("skipped_steps", 0) for row in rows)
@@ -348,7 +355,6 @@ class RunLog:
         """Send a row with its `step` to the log file, the trackers and the terminal."""
         on_main(self._append, row)
         self.rows.append(row)
-        self.progress.rows = len(self.rows)
         if "event" not in row:
             send_to_trackers(self.accelerator, row)  # processes but the main one have no trackers
         level = logging.WARNING if kind_of(row) == "skipped" else logging.INFO
@@ -356,15 +362,15 @@ class RunLog:
 
     def _mean_losses(self):
         """The entries of a row that are means over its steps; none if no step counts."""
-        counted = [step for step in self.steps if not step.skipped and step.masked_tokens]
+        counted = [stats for stats in self.stats_of_row if not stats.skipped and stats.masked_tokens]
         if not counted:
             return {}
-        mlm_loss = statistics.fmean(step.mlm_loss for step in counted)
-        pair_loss = statistics.fmean(step.pair_loss for step in counted)
+        mlm_loss = statistics.fmean(stats.mlm_loss for stats in counted)
+        pair_loss = statistics.fmean(stats.pair_loss for stats in counted)
         means = {"loss": mlm_loss + pair_loss, "mlm_loss": mlm_loss}
         if self.task:
             means[f"{self.task.key}_loss"] = pair_loss
-        means["grad_norm"] = statistics.fmean(step.grad_norm for step in counted)
+        means["grad_norm"] = statistics.fmean(stats.grad_norm for stats in counted)
         return means
 
     def _refuse_to_go_on(self):
@@ -377,19 +383,23 @@ class RunLog:
             f"step {self.progress.step}; start again with a lower --learning_rate or --max_grad_norm{way_out}"
         )
 
-    def _open(self):
-        """Delete the rows after the step that the run goes on from, and a last line whose write was interrupted."""
+    def _open(self, rows_of_checkpoint):
+        """
+        Begin the file, and return its rows: none in a new run. In a resumed run the file loses the rows after the step
+        that the run goes on from, and a last line whose write was interrupted.
+        """
         kept = []
         if self.progress.step and self.path.exists():
             with explained(f"{self.path}: damaged", "put it back, or take it away", *READ_ERRORS, RecursionError):
                 kept = [row for row in self._rows_of_file() if row["step"] <= self.progress.step]
-        if len(kept) < self.progress.rows:
+        if len(kept) < rows_of_checkpoint:
             logger.warning(f"{self.path}: rows of earlier steps are gone; the run's speed is that of the other rows")
         with writing(self.path, f", and {GO_ON}"), folders.atomic_file(self.path) as partial:
             partial.write_text("".join(f"{json.dumps(row)}\n" for row in kept))
         return kept
 
     def _rows_of_file(self):
+        """The rows of the file, checked. Raises `ValueError` if one is none that a run writes."""
         rows = []
         for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True):
             if line.endswith("\n"):
@@ -399,6 +409,7 @@ class RunLog:
         return rows
 
     def _append(self, row):
+        """Write a row at the end of the file."""
         way_out = "training has diverged: lower learning_rate and start again"
         with explained(f"step {row['step']}: a figure is not finite", way_out, ValueError):
             line = json.dumps(row, allow_nan=False)

@@ -26,7 +26,7 @@ from d2l_bert.pair_tasks import PAIR_TASKS, unit
 from d2l_bert.tokenization.prepared_folder import PreparedText, corpus_is_prepared
 from d2l_bert.training import checkpoint, compiling, devices, initialize, processes, run_folder, schedule
 from d2l_bert.training.bigram_start import start_from_bigrams
-from d2l_bert.training.checkpoint import Checkpoint, CheckpointSaver, Progress, WordSaver
+from d2l_bert.training.checkpoint import Checkpoint, CheckpointSaver, Progress
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data.objective import with_objective
 from d2l_bert.training.data.rows import Ranks
@@ -37,6 +37,7 @@ from d2l_bert.training.log import RunLog, check_trackers, start_trackers, used_m
 from d2l_bert.training.processes import main_first, on_main, together
 from d2l_bert.training.report import token_entropy
 from d2l_bert.training.signals import StopSignals, signal_name
+from d2l_bert.training.words_seen import WordSaver, word_marks
 
 
 logger = logging.getLogger(__name__)
@@ -70,23 +71,26 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
         with together():
             trackers = check_options(architecture, run)
             folder = run_folder.folder_of(run)
+            # From here on `run` is filled in: by the device, the text, and at last with the number of steps.
             accelerator = devices.make_accelerator(run.mixed_precision, log_with=trackers, project_dir=folder)
             run = devices.with_defaults(run, architecture, accelerator)
             run.check()  # the launcher's precision, too, must go with the other options
         if accelerator.device.type == "cuda" and accelerator.mixed_precision == "no":
             torch.set_float32_matmul_precision("high")  # TF32, with 10 bits of mantissa
         if not run.dry_run:  # a dry run writes nothing
-            on_main(stack.enter_context, folders.locked_folder(folder))
+            on_main(stack.enter_context, folders.locked_folder(folder))  # the main process alone holds the lock
         on_main(run_folder.check_output_folder, run, folder, run.init_from)
         resumed = None if run.dry_run else on_main(checkpoint.find_checkpoint, run.resume_from_checkpoint, folder)
-        if run.init_from is not None and not resumed:  # what cannot be loaded is refused before the text is read
+        if run.init_from is not None and not resumed:
+            # Loaded once to see that it can be: what cannot is refused before the text is read.
             on_main(initialize.start_from, run, architecture, share_result=False)
         if run.push_to_hub:
             run = dataclasses.replace(run, hub_model_id=run.hub_model_id or folders.real(folder).name)
             on_main(check_push, run.hub_model_id, run.known_license(), run.dry_run)
         text = main_first(initialize.prepare_with_tokenizer, run)
         with together():
-            run = with_objective(dataclasses.replace(run, **text.token_options), text)
+            run = dataclasses.replace(run, **text.token_options)  # a prepared text has decided some options
+            run = with_objective(run, text)
         architecture = copy.deepcopy(architecture)
         architecture.vocab_size = len(text.tokenizer)
         architecture.pad_token_id = text.tokenizer.pad_token_id
@@ -107,7 +111,7 @@ def check_options(architecture: D2lBertConfig, run: PretrainConfig) -> list[str]
         UserError: an option is wrong, or does not fit the model.
     """
     run.check()
-    checkpoint.word_marks(run.save_words)
+    word_marks(run.save_words)
     if run.license is not None:
         check_license(run.license)
     if architecture.type_vocab_size < 2 and run.objective != "none":
@@ -157,14 +161,15 @@ def train(
     with together():
         held_out = HeldOutPairs(text.held_out, text.tokenizer, run, run.most_tokens(), text.held_out_name(), ranks)
         held_out.first_with_target()  # a text without a pair is refused before the first step
-        one_segment = held_out.one_segment_accuracy()
+        one_segment_figures = held_out.one_segment_accuracy()
         identity = run_folder.make_identity(run, architecture, text)
     on_main(run_folder.check_same_identity, gather_object([identity]))
-    learner = Learner(accelerator, build_model(run, architecture, text, accelerator, resumed is None), run)
+    model = build_model(run, architecture, text, accelerator, is_resumed=resumed is not None)
+    learner = Learner(accelerator, model, run)
     with compiling.compiled_blocks(learner.model, run.torch_compile):
         progress = Progress()
         if resumed:
-            on_main(run_folder.check_identity, resumed.state["identity"], identity, f"{resumed.path}", resumed.path)
+            on_main(check_same_run, resumed, identity)
             learner.load(resumed)
             progress = resumed.progress()
             logger.info(f"going on from {resumed.path}")
@@ -178,23 +183,24 @@ def train(
             return
         record = run_folder.make_record(run, architecture, text, accelerator)
         on_main(run_folder.start_folder, folder, record, progress.step)
-        marks = checkpoint.word_marks(run.save_words)
-        words = checkpoint.WordSaver(learner, folder, record, text.tokenizer, marks, progress)
-        on_main(words.delete_later_ones)
+        marks = word_marks(run.save_words)
+        word_saver = WordSaver(learner, folder, record, text.tokenizer, marks, progress)
+        on_main(word_saver.delete_outdated)
         on_main(start_trackers, accelerator, folder, record, progress.step)
-        log = RunLog(accelerator, folder, run, architecture, progress)
-        checkpoints = CheckpointSaver(learner, folder, text.tokenizer, run, identity, progress, resumed)
+        rows_of_checkpoint = resumed.state["rows"] if resumed else 0
+        log = RunLog(accelerator, folder, run, architecture, progress, rows_of_checkpoint)
+        checkpoint_saver = CheckpointSaver(learner, folder, text.tokenizer, run, identity, progress, resumed)
         stop = StopSignals(accelerator)
-        loop = Loop(run, learner, held_out, one_segment, progress, log, words, checkpoints, stop)
+        loop = Loop(run, learner, held_out, one_segment_figures, progress, log, word_saver, checkpoint_saver, stop)
         # Within the block a signal ends the run after its step; before and after it, the process at once.
-        with stop, contextlib.closing(log.bar), contextlib.closing(loop.batches(steps)) as batches:
-            loop.train(batches)
-            if stop.should_stop():
+        with stop, contextlib.closing(log.bar), contextlib.closing(loop.steps_to_come(steps)) as steps_to_come:
+            loop.take(steps_to_come)
+            if stop.should_stop():  # a signal has come, perhaps in the last step
                 loop.end_early()
-    words.report_missing()
+    word_saver.report_missing()
     model = learner.full_model(averaged=True)
     metrics = {
-        **log.last_evaluation(),
+        **log.evaluation_of_this_step(),  # the last one
         **log.initial_metrics(),
         **on_main(log.speed),
         "train_words_seen": progress.words_seen,
@@ -212,20 +218,26 @@ class Loop:
     The training loop of a run, with everything that it works on.
 
     Every process must call each method at the same point of the run.
+
+    Args:
+        held_out: gives the micro-batches of an evaluation.
+        one_segment_figures: what one segment alone tells (`HeldOutPairs.one_segment_accuracy`); the figures of each
+            evaluation are logged together with these.
+        progress: how far the run has come. The loop moves it on, and everything else here reads it.
     """
 
     run: PretrainConfig
     learner: Learner
     held_out: HeldOutPairs
-    one_segment: dict[str, float]
+    one_segment_figures: dict[str, float]
     progress: Progress
     log: RunLog
-    words: WordSaver
-    checkpoints: CheckpointSaver
+    word_saver: WordSaver
+    checkpoint_saver: CheckpointSaver
     stop: StopSignals
 
-    def batches(self, steps: TrainingSteps) -> Iterator[Step]:
-        """The steps after `progress`, made ahead. They end early when a signal has come to this process."""
+    def steps_to_come(self, steps: TrainingSteps) -> Iterator[Step]:
+        """The steps after those of `progress`, made ahead. They end early when a signal has come to this process."""
         return steps_ahead(
             steps,
             self.progress.step,
@@ -234,22 +246,28 @@ class Loop:
             lambda: bool(self.stop.received_signal),
         )
 
-    def train(self, batches: Iterator[Step]) -> None:
-        """Train to the last step; or until a signal stops the run, after which all processes have the same step."""
+    def take(self, steps_to_come: Iterator[Step]) -> None:
+        """
+        Take the steps, and do after each what is due: log, evaluate, save.
+
+        Returns after the last step, or when a signal stops the run: in all processes after the same step.
+        """
         progress = self.progress
         log = self.log
-        if self.is_start_evaluated():
+        if self.must_evaluate_first():
             self.evaluate()
         log.start_clock()
         while progress.step < self.run.max_steps:
             with log.waiting():
-                batch = next(batches, None)  # None if a signal has come to this process, of which the vote tells all
-            if self.stop.should_stop():
+                step = next(steps_to_come, None)  # None if this process has received a signal
+            if self.stop.should_stop():  # if any process has
                 return
             number = progress.step + 1
             rate = schedule.learning_rate(self.run, number)
-            stats = self.learner.step(number, batch, rate)
-            progress.add(batch.cursor, batch.words, bool(stats.skipped))
+            stats = self.learner.train_on(step, number, rate)
+            is_skipped = bool(stats.skipped)
+            is_last = number == self.run.max_steps
+            progress.add(step.cursor, step.words, is_skipped)
             log.add_step(stats, rate)
             due = schedule.due_after(self.run, number)
             if "log" in due:
@@ -259,41 +277,48 @@ class Loop:
                     self.evaluate()
                 # After a skipped step the weights may be bad, and each new checkpoint deletes an old one. The last
                 # step is saved all the same: the run publishes its weights.
-                if not progress.skipped_in_a_row:
-                    self.words.save_due()
-                if "save" in due and (not progress.skipped_in_a_row or number == self.run.max_steps):
-                    self.checkpoints.save()
+                if not is_skipped:
+                    self.word_saver.save_due()
+                if "save" in due and (is_last or not is_skipped):
+                    self.checkpoint_saver.save(len(log.rows))
 
-    def is_start_evaluated(self) -> bool:
-        """Whether the model is evaluated before the first step that this process takes."""
-        if self.log.last_evaluation():
+    def must_evaluate_first(self) -> bool:
+        """Whether the model is to be evaluated as it is now, before the next step."""
+        if self.log.evaluation_of_this_step():
             return False
-        if self.progress.step:  # a signal has kept the run before from the evaluation that was due
+        is_resumed = self.progress.step > 0
+        if is_resumed:
+            # True if the run before was stopped by a signal after this step, and before the evaluation that was due.
             return "evaluate" in schedule.due_after(self.run, self.progress.step)
-        return self.run.init_from is not None or self.run.attention_init == "bigrams"  # it knows something already
+        # A new run begins with an evaluation if its weights know something: those of a saved model, or the bigrams.
+        return self.run.init_from is not None or self.run.attention_init == "bigrams"
 
     def evaluate(self) -> None:
-        """Evaluate on the held-out pairs, and log the figures; not if a signal comes, as they are of a part then."""
+        """Evaluate on the held-out pairs, and log the figures; nothing if a signal comes."""
+        # Before each batch the processes vote whether to stop. If they stop, the figures are of a part of the batches,
+        # and are dropped.
         batches = itertools.takewhile(lambda _: not self.stop.should_stop(), self.held_out)
         metrics = self.learner.evaluate(batches)
         if metrics and not self.stop.should_stop():
-            self.log.record({"step": self.progress.step, **metrics, **self.one_segment})
+            self.log.record({"step": self.progress.step, **metrics, **self.one_segment_figures})
 
     def end_early(self) -> None:
         """
-        Save a checkpoint after a signal, and say how to go on.
+        Save a checkpoint after a signal, and say how to go on. None is saved after a skipped step, as in `take`; nor a
+        second one of the same step.
 
         Raises:
             SystemExit: always, with 128 plus the number of the signal: 143 after SIGTERM, 130 after Ctrl-C.
         """
         self.log.write_row()
-        saved = self.checkpoints.last
-        if self.progress.step > (saved.state["step"] if saved else 0) and not self.progress.skipped_in_a_row:
-            self.checkpoints.save()
-            saved = self.checkpoints.last
+        saver = self.checkpoint_saver
+        saved_step = saver.last.state["step"] if saver.last else 0
+        if self.progress.step > saved_step and not self.progress.skipped_in_a_row:
+            saver.save(len(self.log.rows))
+        saved = saver.last
         name = signal_name(self.stop.agreed_signal)
         if saved:
-            which = "latest" if self.checkpoints.is_latest(saved) else saved.path
+            which = "latest" if saver.is_latest(saved) else saved.path
             logger.warning(
                 f"{name}: stopped; {saved.path} is saved; go on with the same command and --resume_from_checkpoint "
                 f"{which}"
@@ -307,13 +332,13 @@ class Loop:
 
 
 def build_model(
-    run: PretrainConfig, architecture: D2lBertConfig, text: PreparedText, accelerator: Accelerator, is_new: bool
+    run: PretrainConfig, architecture: D2lBertConfig, text: PreparedText, accelerator: Accelerator, is_resumed: bool
 ) -> torch.nn.Module:
-    """The model of a run in every process; with its initial weights if the run is new, else a checkpoint follows."""
+    """The model of a run, in every process, with its initial weights; those of a checkpoint may replace them later."""
     torch.manual_seed(run.seed)
     with together():
-        model = initialize.make_model(architecture, run, text.tokenizer, not is_new)
-    if run.attention_init == "bigrams" and is_new:
+        model = initialize.make_model(architecture, run, text.tokenizer, is_resumed)
+    if run.attention_init == "bigrams" and not is_resumed:
         on_main(start_from_bigrams, model, run, text, share_result=False)
         processes.share_weights(model, accelerator)
     return model
@@ -337,9 +362,15 @@ def with_max_steps(
         max_steps = schedule.find_max_steps(run, text, learner, held_out, ranks)
     else:
         max_steps = resumed.state["max_steps"]
-        if run.max_steps not in (None, max_steps):  # somebody has changed the checkpoint
+        # `check_same_run` has found the option `max_steps` unchanged: a difference here is an edited checkpoint.
+        if run.max_steps not in (None, max_steps):
             raise UserError(f"{resumed.path}: is of a run of {max_steps:,} steps; give --max_steps that")
     return dataclasses.replace(run, max_steps=max_steps, num_train_epochs=None, max_minutes=None)
+
+
+def check_same_run(resumed: Checkpoint, identity: dict) -> None:
+    """Raise `UserError` if a checkpoint is of a run with another identity (`run_folder.make_identity`)."""
+    run_folder.check_identity(resumed.state["identity"], identity, place=f"{resumed.path}", weights=resumed.path)
 
 
 def check_place(steps: TrainingSteps, resumed: Checkpoint) -> None:

@@ -9,9 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-import torch._dynamo.config
-import torch._functorch.config
-import torch.fx.experimental._config
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
@@ -73,6 +70,9 @@ def together() -> Iterator[None]:
     """
     A block that every process runs; all go on after it, or none.
 
+    In a block within a block, the inner one tells all processes of the error; the mark `is_agreed` on the error then
+    lets it pass through the outer one.
+
     Raises:
         Exception: in the first process in which the block fails, its error.
         SystemExit: in the other processes after such an error, with exit code 2 and no message.
@@ -82,7 +82,7 @@ def together() -> Iterator[None]:
     try:
         yield
     except Exception as raised:
-        if getattr(raised, "is_agreed", False):  # a block within this one has told all processes, as below
+        if getattr(raised, "is_agreed", False):
             raise
         error = raised
     if state.num_processes > 1:

@@ -263,6 +263,7 @@ def _miniature(layers, hidden_size, **changes):
         "hidden_size": hidden_size,
         "num_attention_heads": hidden_size // 64,
         "intermediate_size": 4 * hidden_size,
+        "hidden_act": "gelu",  # as in BERT; behind a start from bigrams ReLU shuts most units of the first block
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
         "tie_word_embeddings": True,

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from d2l_bert.messages import counted
-from d2l_bert.model_cards.figures import INITIAL_LOSS, formatted, has_collapsed, own_metrics
+from d2l_bert.model_cards.figures import INITIAL_LOSS, formatted, has_collapsed, own_figures
 from d2l_bert.pair_tasks import PairTask, pair_task, unit
 from d2l_bert.tokenization.python_docs import PYTHON_DOCS
 from d2l_bert.training.held_out import mlm_logits
@@ -263,8 +263,8 @@ def report(folder, metrics: dict, example: str, record: dict) -> str:
 def _figures(metrics):
     """A line for each held-out figure, and one for what a model has that knows nothing."""
     lines = []
-    for metric in own_metrics(metrics):
-        lines.append(f"  {metric.name}: {formatted(metrics[metric.key], metric.unit)}")
+    for figure in own_figures(metrics):
+        lines.append(f"  {figure.name}: {formatted(metrics[figure.key], figure.unit)}")
     entropy = metrics["eval_token_entropy"]
     of_nothing = f"  knowing only how frequent each token is: an MLM loss of {entropy:.3f} nats"
     task = pair_task(metrics)

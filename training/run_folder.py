@@ -48,16 +48,17 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 # Of a fine-tuning: the folder with a folder for each rate and seed, and the table of predictions.
-ATTEMPTS, PREDICTIONS_FILE = "attempts", "predictions.csv"
+ATTEMPTS = "attempts"
+PREDICTIONS_FILE = "predictions.csv"
 
 
-def check_output_folder(run, folder: Path, start: str | None, is_finetuning: bool = False) -> None:
+def check_output_folder(run, folder: Path, start_model: str | None, is_finetuning: bool = False) -> None:
     """
     Check that a run may write to a folder, which need not exist.
 
     Args:
         run: the options, with `overwrite_output_dir` and `resume_from_checkpoint`.
-        start: the folder or id of the model to start from, if there is one.
+        start_model: the folder or id of the model to start from, if there is one.
         is_finetuning: whether the command is `finetune`.
 
     Raises:
@@ -71,8 +72,9 @@ def check_output_folder(run, folder: Path, start: str | None, is_finetuning: boo
         return
     refuse_foreign_entries(folder)
     place = f"output_dir {folder}"
-    if start and folders.real(start).exists() and folders.real(start).is_relative_to(folders.real(folder)):
-        raise UserError(f"{place}: holds the model to start from; name another folder")
+    if start_model and folders.real(start_model).exists():
+        if folders.real(start_model).is_relative_to(folders.real(folder)):
+            raise UserError(f"{place}: holds the model to start from; name another folder")
     entries = _entries_of_runs(folder)
     if not entries:
         return
@@ -88,13 +90,17 @@ def check_output_folder(run, folder: Path, start: str | None, is_finetuning: boo
             raise UserError(
                 f"{place}: resume_from_checkpoint continues a run and overwrite_output_dir replaces the run; give one"
             )
-    elif wanted not in (None, "latest"):
+        return  # the run is replaced
+    if wanted not in (None, "latest"):
         if folders.real(wanted).parent != folders.real(folder):
             raise UserError(f"{place}: holds another run than that of {wanted}; name a new folder")
-    elif _is_finished_without_checkpoint(folder, entries) and not is_finetuning:  # which may get further seeds
+        return  # the run goes on from `wanted`
+    # A finished fine-tuning may get further seeds. A pretraining goes on from a checkpoint alone.
+    if not is_finetuning and _is_finished_without_checkpoint(folder, entries):
         raise UserError(f"{place}: holds a finished run and no checkpoint to go on from; {ways_out}")
-    elif wanted is None:
+    if wanted is None:
         raise UserError(f"{place}: holds a run; go on with --resume_from_checkpoint latest, {ways_out}")
+    # "latest": the run goes on.
 
 
 def _entries_of_runs(folder):
@@ -105,6 +111,7 @@ def _entries_of_runs(folder):
 
 
 def _is_finished_without_checkpoint(folder, entries):
+    """Whether a folder has a finished model, which is all that can be read of its run."""
     return checkpoint.WEIGHTS_FILE in entries and not checkpoint.checkpoints(folder)
 
 
@@ -183,8 +190,9 @@ def local_paths(run: PretrainConfig, text) -> dict[str, dict]:
     The options that are local paths, not names on the Hub.
 
     Returns:
-        By path, a dict: `name`, the last part of the path, and `fingerprint`, a hash of what the run read there (for a
-        validation text, of all its tokens). `fingerprint` is None for `output_dir` and `resume_from_checkpoint`.
+        For each path a dict: `name`, the last part of the path, and `fingerprint`, a hash of what the run read there
+        (for a validation text, of all its tokens). `fingerprint` is None for `output_dir` and
+        `resume_from_checkpoint`.
     """
     fingerprints = {}
     for path in (run.output_dir, run.resume_from_checkpoint):
@@ -210,38 +218,40 @@ def architecture_numbers(architecture: D2lBertConfig) -> dict:
     return {name: getattr(architecture, name) for name in D2lBertConfig.__annotations__}
 
 
-def start_folder(folder: Path, record: dict, start: int) -> None:
+def start_folder(folder: Path, record: dict, start_step: int) -> None:
     """
-    Write `run_config.json`, and delete the checkpoints of an earlier run after step `start`.
+    Make the folder of a run ready for its next step: delete what no longer holds, and write `run_config.json`.
 
-    Unfinished checkpoints, which a killed run left, are deleted, too. A run that starts from step 0 also deletes an
-    earlier run's weights, metrics, curves and card. A resumed run keeps a finished model and its `run_config.json`
-    until `finish_folder` replaces both.
+    - Every run deletes the checkpoints after step `start_step`, and unfinished ones, which a killed run left.
+    - A run from step 0 deletes an earlier run's weights, metrics, curves and card, too.
+    - A run that resumes a finished one keeps the finished model and its `run_config.json` until `finish_folder`
+      replaces both.
 
     Args:
         record: the content of `run_config.json`.
-        start: the steps done before: the step of the checkpoint to resume from, or 0.
+        start_step: the steps done before: the step of the checkpoint to resume from, or 0.
 
     Raises:
         UserError: `run_config.json` cannot be written.
     """
-    later = [path for path in checkpoint.checkpoints(folder) if checkpoint.step_of(path) > start]
-    if start and later:
-        logger.warning(
-            f"{folder}: {', '.join(path.name for path in later)} deleted, as the run goes on from step {start}"
-        )
+    later = [path for path in checkpoint.checkpoints(folder) if checkpoint.step_of(path) > start_step]
+    if start_step and later:
+        names = ", ".join(path.name for path in later)
+        logger.warning(f"{folder}: {names} deleted, as the run goes on from step {start_step}")
     for old in checkpoint.checkpoints(folder, unfinished=True):
         if old in later or old.name.startswith("."):
             checkpoint.delete(old)
     with writing(folder, ", and give the same command again"):
         for lock in folder.glob(".*.part.lock"):  # as `folders.lock_of` names them; a killed run left them
             lock.unlink()
-        if start == 0:
+        if start_step == 0:
+            # The weights first, so that a run that is killed here leaves none without the files that describe them.
             others = (card.METRICS_FILE, card.CURVES_FILE, card.CARD_FILE, card.RELEASE_FILE)
             for name in (checkpoint.WEIGHTS_FILE, *others):
                 (folder / name).unlink(missing_ok=True)
-                folders.sync(folder)  # the weights never stand alone
-        if not (folder / checkpoint.WEIGHTS_FILE).exists():
+                folders.sync(folder)
+        is_finished = (folder / checkpoint.WEIGHTS_FILE).exists()  # the run to resume; a new one has no weights here
+        if not is_finished:
             # Before the log, because `check_output_folder` refuses a folder with a log and no run_config.json.
             folders.write_json(folder / card.RUN_FILE, record)
 
@@ -353,8 +363,9 @@ def make_identity(run: PretrainConfig, architecture: D2lBertConfig, text: Prepar
     """
     What all processes of a run, its checkpoints, and the runs that resume from these must share, by the names in error
     messages.
+
+    The order matters: `check_identity` names the first difference, so a cause comes before its effect.
     """
-    # `check_identity` names the first difference, so the cause comes before its effect.
     identity = {"data order (version)": order.DATA_ORDER, **architecture_numbers(architecture), **run.identity()}
     # A run that holds nothing out trains its tokenizer on the whole text: this is the cause of other fingerprints.
     identity["validation text"] = "none" if text.validation is None else "given"
@@ -379,14 +390,14 @@ def check_identity(then: dict, now: dict, place: str, weights: Path | None = Non
 
     Args:
         then, now: what the run was made of when it was started, as a JSON file has it, and now; by the names in error
-            messages.
-        place: what it is to go on with.
+            messages (`make_identity`).
+        place: the folder of the run or checkpoint, for the message.
         weights: a checkpoint that a run of another length may start from.
 
     Raises:
         UserError: they differ; the message names the first difference.
     """
-    now = json.loads(json.dumps(now))
+    now = json.loads(json.dumps(now))  # as `then`, with lists for tuples
     for name, value in now.items():
         if then.get(name) == value:
             continue

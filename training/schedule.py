@@ -10,7 +10,7 @@ from collections.abc import Callable
 from d2l_bert.messages import UserError, counted
 from d2l_bert.tokenization.prepared_folder import PreparedText
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.data.batches import Ranks
+from d2l_bert.training.data.rows import Ranks
 from d2l_bert.training.data.steps import TrainingSteps
 from d2l_bert.training.learner import Learner
 from d2l_bert.training.processes import on_main, together
@@ -27,8 +27,8 @@ DEFAULT_CHECKPOINTS = 10
 PROVISIONAL_STEPS = 1000
 STEPS_TIMED = 20
 
-# For each schedule, a function from the remaining share of the decay steps, in [0, 1], to the share of the peak rate.
-# The decay 1 - sqrt is the best that Hägele et al. (2024, section 3) found for `warmup_stable_decay`.
+# For each schedule, a function from the share of the decay steps that is left, from 1 to nearly 0, to the share of the
+# peak rate. The decay 1 - sqrt is the best that Hägele et al. (2024, section 3) found for `warmup_stable_decay`.
 _DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda left: left,
     "cosine": lambda left: math.sin(math.pi / 2 * left) ** 2,  # (1 - cos(pi left)) / 2
@@ -52,7 +52,8 @@ def learning_rate(run: PretrainConfig, step: int) -> float:
     decay_steps = run.max_steps - warmup_steps
     if run.lr_scheduler_type == "warmup_stable_decay":
         decay_steps = min(math.floor(run.decay_ratio * run.max_steps), decay_steps)
-    left = min((run.max_steps - step + 1) / max(1, decay_steps), 1.0)
+    steps_left = run.max_steps - step + 1  # this one included
+    left = min(steps_left / max(1, decay_steps), 1.0)
     return run.learning_rate * _DECAYS[run.lr_scheduler_type](left)
 
 
@@ -84,7 +85,7 @@ def find_max_steps(run: PretrainConfig, text: PreparedText, learner: Learner, he
     from some steps that are timed here, and nothing watches the clock later.
 
     Args:
-        held_out: the batches of an evaluation, which `max_minutes` includes.
+        held_out: gives the micro-batches of an evaluation; `max_minutes` includes the time of evaluations.
 
     Raises:
         UserError: `max_minutes` has no time for two steps beside the evaluations.
@@ -92,7 +93,8 @@ def find_max_steps(run: PretrainConfig, text: PreparedText, learner: Learner, he
     if run.max_steps is not None:
         return run.max_steps
     with together():
-        steps = TrainingSteps(run, text, PROVISIONAL_STEPS, ranks, learner.accelerator.device.type == "cuda")
+        on_gpu = learner.accelerator.device.type == "cuda"
+        steps = TrainingSteps(run, text, PROVISIONAL_STEPS, ranks, on_gpu)
     if run.num_train_epochs is not None:
         epochs_a_step = steps.epochs() / PROVISIONAL_STEPS
         return max(1, math.ceil(run.num_train_epochs / epochs_a_step - 1e-6))  # not a step more for a rounding error
@@ -101,26 +103,30 @@ def find_max_steps(run: PretrainConfig, text: PreparedText, learner: Learner, he
     learner.reset_optimizers()
     start = time.monotonic()
     learner.evaluate(held_out)
-    return on_main(steps_for_minutes, run, step_seconds, time.monotonic() - start)
+    evaluation_seconds = time.monotonic() - start
+    return on_main(steps_for_minutes, run, step_seconds, evaluation_seconds)
 
 
 def time_steps(learner: Learner, steps: TrainingSteps) -> tuple[float, float]:
     """
-    The seconds that all steps take on this process, and their words; some are timed of each stage, at a rate of 0.
+    The seconds that all steps of a run take on this process, and their words, estimated: some steps of each stage are
+    timed, at a learning rate of 0, which changes no weight.
 
     Each step ends with a sum over all processes, so that all take as long. The optimizers keep the state of these
-    steps.
+    steps (`Learner.reset_optimizers`).
     """
     total_seconds = 0.0
     total_words = 0.0
     for stage in steps.stages:
         count = stage.end_step - stage.first_step
-        seconds, words = [], []
+        seconds = []
+        words = []
+        # Without a cursor, the pairs are those at the start of the text: they take as long as any.
         for step in itertools.islice(steps.walk(stage.first_step), min(count, STEPS_TIMED)):
-            if not seconds:  # taken twice: the first time it allocates memory, and compiles
-                learner.take_step(step.micro_batches, step.counts, learning_rate=0.0)
+            if not seconds:  # the first step is taken twice: the first time it allocates memory, and compiles
+                learner.update(step.micro_batches, step.counts, learning_rate=0.0)
             start = time.monotonic()
-            learner.take_step(step.micro_batches, step.counts, learning_rate=0.0)
+            learner.update(step.micro_batches, step.counts, learning_rate=0.0)
             seconds.append(time.monotonic() - start)
             words.append(step.words)
         if seconds:
@@ -140,7 +146,7 @@ def steps_for_minutes(run: PretrainConfig, step_seconds: float, evaluation_secon
     evaluations = DEFAULT_EVALUATIONS
     if run.eval_steps:
         evaluations = seconds / (step_seconds * run.eval_steps + evaluation_seconds)
-    share = min(1.0, evaluations * evaluation_seconds / seconds)
+    share = min(1.0, evaluations * evaluation_seconds / seconds)  # of the time, for evaluations
     steps = int((1 - share) * seconds / step_seconds)
     told = f"max_minutes {run.max_minutes:g}: evaluations take {share:.0%} of them, which leaves time for "
     way_out = "lower --max_eval_pairs, give more --eval_steps, or more minutes"

@@ -1,17 +1,9 @@
 """Shards of FSDP2: full tensors and whole models of them."""
 
-import logging
-
 import torch
-import torch._dynamo.config
-import torch._functorch.config
-import torch.fx.experimental._config
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-
-
-logger = logging.getLogger(__name__)
 
 
 def reshard(model) -> None:

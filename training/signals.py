@@ -28,15 +28,18 @@ class StopSignals:
         self.agreed_signal = 0
 
     def __enter__(self):
+        self.handlers_before = {}
         # Python allows signal handlers in the main thread only. In another thread no signal is caught.
-        numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
-        self.previous = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
-        for number in self.previous:
-            signal.signal(number, self._receive)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                handler = signal.getsignal(number)
+                if handler is not signal.SIG_IGN:
+                    self.handlers_before[number] = handler
+                    signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_):
-        for number, handler in self.previous.items():
+        for number, handler in self.handlers_before.items():
             signal.signal(number, handler)
 
     def should_stop(self) -> bool:
@@ -47,7 +50,8 @@ class StopSignals:
         """
         if not self.agreed_signal:
             vote = torch.tensor(float(self.received_signal), device=self.accelerator.device)
-            # The maximum is the number of a signal; a sum over several processes is not.
+            # Each process votes with the number of its signal, or 0. The maximum is the number of a signal; a sum is
+            # not.
             votes = self.accelerator.gather(vote) if self.accelerator.num_processes > 1 else vote
             self.agreed_signal = int(votes.max())
         return bool(self.agreed_signal)

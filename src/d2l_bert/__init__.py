@@ -1,13 +1,15 @@
 """Public names of d2l-bert (raw text in, a BERT out), and the registration with Transformers.
 
-`import d2l_bert` registers the model with Transformers' Auto classes, so that `AutoModelForMaskedLM.from_pretrained`
-and `pipeline("fill-mask")` load it. The import also registers the task of `pipeline("next-sentence-prediction")`.
-The process of the command `d2l-bert` does so later, when it runs a command: help and versions need no PyTorch.
+After `import d2l_bert`, Transformers' Auto classes know the model, so that `AutoModelForMaskedLM.from_pretrained` and
+`pipeline("fill-mask")` load it, and so does `pipeline("next-sentence-prediction")`. The model is registered as soon as
+a program imports Transformers, before or after d2l_bert. A program that does not, such as `d2l-bert --help`, does not
+wait for Transformers and PyTorch either.
 """
 
+import contextlib
 import functools
-import os
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -58,9 +60,63 @@ def __getattr__(name):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-@functools.cache
+# ---------------------------------------------------------------------------------------------------------------------
+# The registration with Transformers
+
+
+class Registration:
+    """
+    Registers the model with Transformers, once, as soon as Transformers is imported.
+
+    It stands in `sys.meta_path`, where Python asks for every module that is imported for the first time. It finds
+    none itself: it asks the others there, and has `import_module_of` run what they find.
+
+    The registration imports modules of this package, so all that are being imported are finished first. For example,
+    `import d2l_bert.pair_tasks` imports Transformers in its first lines: the model is registered after its last one.
+
+    Attributes:
+        pending: how many imports, and blocks of `postponed`, are still to end before the model may be registered.
+    """
+
+    def __init__(self):
+        self.pending = 0
+
+    def find_spec(self, name, path=None, target=None):
+        """Python calls this for a module: where it is, or None, which leaves it to the others in `sys.meta_path`."""
+        if name != "transformers" and not name.startswith("d2l_bert."):
+            return None
+        for finder in [*sys.meta_path]:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None:
+                spec.loader.exec_module = functools.partial(self.import_module_of, spec.loader.exec_module)
+                return spec
+        return None
+
+    def import_module_of(self, exec_module, module):
+        """Run the code of a module by `exec_module`, that of its loader; then register the model if it is time."""
+        with self.postponed():
+            exec_module(module)
+
+    @contextlib.contextmanager
+    def postponed(self) -> Iterator[None]:
+        """Register the model after the block at the earliest; not there if the block raises, as help does to exit."""
+        self.pending += 1
+        try:
+            yield
+        finally:
+            self.pending -= 1
+        if self.pending == 0 and "transformers" in sys.modules:
+            self.register()
+
+    def register(self) -> None:
+        """Register the model now, unless it is registered."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            register_with_transformers()
+
+
 def register_with_transformers() -> None:
-    """Make Transformers' Auto classes and `pipeline` know the model, once in a process."""
+    """Make Transformers' Auto classes and `pipeline` know the model."""
     import transformers
 
     from d2l_bert import pair_tasks
@@ -83,5 +139,7 @@ def register_with_transformers() -> None:
     )
 
 
-if not sys.argv or os.path.basename(sys.argv[0]) not in ("d2l-bert", "d2l-bert.exe"):
-    register_with_transformers()
+registration = Registration()
+sys.meta_path.insert(0, registration)
+with registration.postponed():
+    pass  # registers the model if Transformers is imported already

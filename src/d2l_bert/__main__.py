@@ -14,7 +14,7 @@ import traceback
 
 import psutil
 
-from d2l_bert import __version__, commands, messages, options, register_with_transformers
+from d2l_bert import __version__, commands, messages, options, registration
 
 
 DESCRIPTION = """\
@@ -56,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     """
     _open_closed_streams()
     try:
-        code = _run(with_underscores(sys.argv[1:] if argv is None else argv))
+        with registration.postponed():  # until the command runs: help does not wait for it
+            code = _run(with_underscores(sys.argv[1:] if argv is None else argv))
     finally:  # also if `SystemExit` ends the process
         failed = _flush_stdout()
     return failed or code
@@ -77,7 +78,7 @@ def _run(argv):
     try:
         _check_working_folder()
         with messages.messages_shown():
-            register_with_transformers()
+            registration.register()
             from transformers.utils import logging
 
             logging.disable_progress_bar()  # Transformers shows a bar for each file of a model
@@ -194,7 +195,7 @@ def _show_error(command, error):
     """Print why a command failed; return the exit code, 2 for an error that the user can fix and 1 for a bug."""
     rank = messages.launched_rank()
     line = " ".join(str(error).split())
-    if rank and not _is_connected():  # before that, rank 0 has the same error
+    if rank and not _is_connected():  # until processes are connected, rank 0 has the same error, and shows it
         return 2
     if messages.is_out_of_memory(error):
         line = f"out of memory ({line:.200}); ask for less at once, or take a machine with more"
@@ -261,8 +262,10 @@ def _add_arguments(parser, name, command, argv):
             group.add_argument(argument, **how)
     if name == "pretrain":
         _add_recipe(parser, argv, shows_all)
-    elif command.options:
-        config = pkgutil.resolve_name(f"d2l_bert.{command.options}")()
+    elif command.options_class:
+        # Named by a string in `commands.py` and imported here: no command waits for the imports of another one.
+        config_class = pkgutil.resolve_name(f"d2l_bert.{command.options_class}")
+        config = config_class()
         parser.set_defaults(config=config)
         options.add_options(parser, config, shows_all)
 

@@ -19,7 +19,7 @@ from d2l_bert import folders, messages, options
 COMMANDS: dict[str, SimpleNamespace] = {}
 
 
-def command(usage: str, *arguments: tuple, one_of: tuple = (), options: str = "") -> Callable:
+def command(usage: str, *arguments: tuple, one_of: tuple = (), options_class: str = "") -> Callable:
     """
     Make a function a command. It is called with the parsed arguments. Its docstring is the command's help, and the
     first sentence stands in the list of commands.
@@ -28,12 +28,13 @@ def command(usage: str, *arguments: tuple, one_of: tuple = (), options: str = ""
         usage: what follows the command's name.
         arguments: from `argument`.
         one_of: arguments of which exactly one must be given.
-        options: the dataclass whose fields become flags, by its name in `d2l_bert`; `pretrain` has those of a recipe.
+        options_class: the dataclass whose fields become flags, by its name in `d2l_bert`, by which `__main__` imports
+            it: `inference.config.EmbedConfig`. `pretrain` has none: its flags are those of a recipe.
     """
 
     def add(function):
         COMMANDS[function.__name__.removesuffix("_command").replace("_", "-")] = SimpleNamespace(
-            function=function, usage=usage, arguments=arguments, one_of=one_of, options=options
+            function=function, usage=usage, arguments=arguments, one_of=one_of, options_class=options_class
         )
         return function
 
@@ -69,8 +70,8 @@ def given_options(arguments) -> dict:
     return given
 
 
-def options_of(arguments):
-    """The command's dataclass with the values of the flags that were given."""
+def config_of(arguments):
+    """The object of the command's dataclass of options, with the values of the flags that were given."""
     return dataclasses.replace(arguments.config, **given_options(arguments))
 
 
@@ -84,7 +85,7 @@ def options_of(arguments):
         argument("--output_dir", "DIR", "a new folder to write into"),
         argument("--check", "DIR", "read every byte of prepared folders instead", nargs="+", action="extend"),
     ),
-    options="tokenization.config.TextConfig",
+    options_class="tokenization.config.TextConfig",
 )
 def prepare_command(arguments) -> None:
     """Tokenize a text once for many runs.
@@ -96,7 +97,7 @@ def prepare_command(arguments) -> None:
     from d2l_bert.tokenization import prepared_folder
     from d2l_bert.training.initialize import prepare_with_tokenizer
 
-    run = options_of(arguments)
+    run = config_of(arguments)
     if arguments.check:
         for name in given_options(arguments):
             raise messages.UserError(
@@ -165,9 +166,13 @@ def resolve_pretrain(arguments) -> tuple:
     architecture = arguments.architecture
     if run.init_from is not None:
         architecture = initialize.read_architecture(run.init_from)
-    changes = {name: getattr(arguments, name) for name in recipes.architecture_options() if name in arguments}
+    fields = architecture.to_dict()
+    for name in recipes.architecture_options():
+        if name in arguments:
+            fields[name] = getattr(arguments, name)
     with messages.explained("the architecture", "", ValueError):
-        return type(architecture)(**{**architecture.to_dict(), **changes}), run
+        changed_architecture = type(architecture)(**fields)
+    return changed_architecture, run
 
 
 def _refuse_what_is_fixed(arguments, run):
@@ -189,7 +194,7 @@ def _refuse_what_is_fixed(arguments, run):
 @command(
     "MODEL... (--corpus PATH... | --dataset ID... | --blimp DIR) [OPTIONS]",
     MODELS,
-    options="training.evaluation.config.EvaluateConfig",
+    options_class="training.evaluation.config.EvaluateConfig",
 )
 def evaluate_command(arguments) -> None:
     """Measure models on a text and on minimal pairs.
@@ -201,10 +206,12 @@ def evaluate_command(arguments) -> None:
     """
     from d2l_bert.training.evaluation.evaluate import evaluate
 
-    evaluate(arguments.model, options_of(arguments))
+    evaluate(arguments.model, config_of(arguments))
 
 
-@command("MODEL --task TASK --train_file FILE [OPTIONS]", MODEL, options="training.finetuning.config.FinetuneConfig")
+@command(
+    "MODEL --task TASK --train_file FILE [OPTIONS]", MODEL, options_class="training.finetuning.config.FinetuneConfig"
+)
 def finetune_command(arguments) -> None:
     """Train a pretrained model for a task.
 
@@ -216,14 +223,14 @@ def finetune_command(arguments) -> None:
     from d2l_bert.training.finetuning.train import finetune
 
     keep_freed_memory()
-    finetune(options_of(arguments))
+    finetune(config_of(arguments))
 
 
 @command(
     "MODEL FILE --output FILE [OPTIONS]",
     MODEL,
     argument("file", "FILE", "rows to predict: a table, or a text in each line; - for stdin"),
-    options="training.finetuning.config.PredictConfig",
+    options_class="training.finetuning.config.PredictConfig",
 )
 def predict_command(arguments) -> None:
     """Predict new rows by a fine-tuned model.
@@ -234,7 +241,7 @@ def predict_command(arguments) -> None:
     """
     from d2l_bert.training.finetuning.predict import predict
 
-    messages.show(predict(arguments.model, arguments.file, options_of(arguments)))
+    messages.show(predict(arguments.model, arguments.file, config_of(arguments)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -277,7 +284,7 @@ def next_sentence_command(arguments) -> None:
     "MODEL FILE --output FILE | --nearest TEXT [OPTIONS]",
     MODEL,
     argument("file", "FILE", "a file with a text in each line; - for stdin"),
-    options="inference.config.EmbedConfig",
+    options_class="inference.config.EmbedConfig",
 )
 def embed_command(arguments) -> None:
     """Turn each line of a file into a vector.
@@ -288,7 +295,7 @@ def embed_command(arguments) -> None:
     """
     from d2l_bert.inference.embed import embed
 
-    messages.show(embed(arguments.model, arguments.file, options_of(arguments)))
+    messages.show(embed(arguments.model, arguments.file, config_of(arguments)))
 
 
 @command(
@@ -296,7 +303,7 @@ def embed_command(arguments) -> None:
     MODEL,
     argument("first", "TEXT", "a text"),
     argument("second", "TEXT_B", "a second text", nargs="?"),
-    options="inference.config.AttentionConfig",
+    options_class="inference.config.AttentionConfig",
 )
 def attention_command(arguments) -> None:
     """Draw the attention of each head, or compare a word's vectors.
@@ -311,7 +318,7 @@ def attention_command(arguments) -> None:
     """
     from d2l_bert.inference.attention import attention_figure, compare_word
 
-    config = options_of(arguments)
+    config = config_of(arguments)
     config.check()
     if config.word is not None:
         messages.show(compare_word(arguments.model, config.word, arguments.first, arguments.second))
@@ -376,7 +383,7 @@ def convert_command(arguments) -> None:
     "MODEL DIR [--task NAME] [OPTIONS]",
     argument("source", "MODEL", MODEL_HELP),
     argument("target", "DIR", "a new folder to write into"),
-    options="modeling.config.ExportConfig",
+    options_class="modeling.config.ExportConfig",
 )
 def export_command(arguments) -> None:
     """Write a model as stock BERT and ONNX, for browsers and servers.
@@ -390,7 +397,7 @@ def export_command(arguments) -> None:
     from d2l_bert.model_cards.card import carry_card
     from d2l_bert.modeling.export import export
 
-    config = options_of(arguments)
+    config = config_of(arguments)
     target = Path(arguments.target)
     config.check()
     with folders.new_folder(Path(config.page)) if config.page else contextlib.nullcontext() as page:
@@ -430,7 +437,7 @@ def demo_command(arguments) -> None:
     "DIR REPO_ID [OPTIONS]",
     argument("folder", "DIR", "the output folder of pretrain, finetune, convert or export"),
     argument("repo_id", "REPO_ID", "owner/name, or a name under your account"),
-    options="model_cards.config.PublishConfig",
+    options_class="model_cards.config.PublishConfig",
 )
 def publish_command(arguments) -> None:
     """Send a model folder to the Hub.
@@ -441,4 +448,4 @@ def publish_command(arguments) -> None:
     """
     from d2l_bert.model_cards.publish import publish
 
-    messages.show(publish(Path(arguments.folder), arguments.repo_id, options_of(arguments)))
+    messages.show(publish(Path(arguments.folder), arguments.repo_id, config_of(arguments)))

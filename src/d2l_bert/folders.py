@@ -127,7 +127,8 @@ def replacing_files(folder: Path, last: str) -> Iterator[Path]:
     An older file of that name is deleted first, so that it never stands beside the new files. A block that raises
     changes nothing in `folder`.
     """
-    with _locked_hidden_folder(folder / "model") as partial:  # beside the files; nothing of this name is written
+    hidden_beside_the_files = folder / "model"  # gives the hidden folder its name, .model.part; is not made itself
+    with _locked_hidden_folder(hidden_beside_the_files) as partial:
         yield partial
         _sync_all(partial)
         (folder / last).unlink(missing_ok=True)

@@ -9,6 +9,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from d2l_bert.messages import UserError
@@ -24,6 +25,9 @@ MACHINE = "machine"
 OUTPUT = "output"
 HUB = "the Hugging Face Hub"
 SENTENCES = "minimal pairs and lines"
+
+# The type of an option that is a path. A program may give a `pathlib.Path`; `Options` keeps it as a string.
+PathOption = str | Path
 
 
 def option(
@@ -83,7 +87,10 @@ def option_of(config: type, name: str, **changes):
 
 
 class Options:
-    """Base class of dataclasses whose fields are options."""
+    """Base class of dataclasses whose fields are options. A `pathlib.Path` in a field, or in its list, is a string."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, _without_paths(value))
 
     def check(self) -> None:
         """
@@ -150,6 +157,15 @@ class Options:
         return getattr(self, needed) != value
 
 
+def _without_paths(value):
+    """A value, or a list of values, with the string of each `pathlib.Path` in its place."""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, list) and any(isinstance(entry, Path) for entry in value):
+        return [_without_paths(entry) for entry in value]
+    return value
+
+
 def default_of(field: dataclasses.Field) -> Any:
     """The default value of a field of a dataclass."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -169,20 +185,20 @@ def as_word(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def flags(config: type, given: dict, defaults: dict, others: Sequence[str]) -> list[str]:
+def flags(config: type, values: dict, defaults: dict, others: Sequence[str]) -> list[str]:
     """
     The options that differ from the defaults, as words of a command line that repeats a run.
 
     Args:
         config: the dataclass of options.
-        given, defaults: the values of all options, by name.
+        values, defaults: of all options, by name.
         others: options to give beside those that decide what the run computes (`Options.identity`).
     """
     words = []
     for field in dataclasses.fields(config):
         is_relevant = field.metadata["identity"] or field.name in others
-        if is_relevant and given[field.name] != defaults[field.name]:
-            words += flag(field.name, given[field.name])
+        if is_relevant and values[field.name] != defaults[field.name]:
+            words += flag(field.name, values[field.name])
     return words
 
 
@@ -234,6 +250,7 @@ KINDS = {
     float: Kind("a finite number", is_finite),
     str: Kind("a string", lambda value: isinstance(value, str)),
     list[str]: Kind("a list of strings", are_strings),
+    Path: Kind("", lambda value: False),  # a path is kept as a string
     types.NoneType: Kind("", lambda value: value is None),
 }
 
@@ -252,10 +269,15 @@ MOST_WHOLE = 2**53
 MOST = 10**9
 
 
-def _bounded(within, is_float):
-    """The interval of an option, with ends."""
-    most = MOST if is_float else MOST_WHOLE
-    return within.replace("inf)", f"{most}]") if within else f"[-{most}, {most}]"
+def _with_largest_number(within, is_float):
+    """The interval of an option, with the largest number for an end that is open: `[1, inf)` -> `[1, 1000000000]`."""
+    largest = MOST if is_float else MOST_WHOLE
+    if within is None:
+        return f"[-{largest}, {largest}]"
+    least, most = within.split(", ")
+    if most == "inf)":
+        most = f"{largest}]"
+    return f"{least}, {most}"
 
 
 def what_is_wrong(value: object, kind: type, within: str | None = None, is_path: bool = False) -> str:
@@ -269,14 +291,14 @@ def what_is_wrong(value: object, kind: type, within: str | None = None, is_path:
     """
     members = members_of(kind)
     if not _is_value(value, members):
-        words = [words for words, _ in map(kind_of, members) if words]
-        return f"must be {' or '.join(words)}, got {' '.join(repr(value).split()):.200}"
+        words = [kind_of(member).words for member in members]
+        return f"must be {' or '.join(filter(None, words))}, got {' '.join(repr(value).split()):.200}"
     unwanted = "\0" if is_path else "[\0\ud800-\udfff]"
     for string in value if isinstance(value, list) else [value]:
         if isinstance(string, str) and (not string.strip() or re.search(unwanted, string)):
             return f"is empty, holds a NUL character, or is not UTF-8, got {string!a}; give a value"
     if is_number(value):
-        within = _bounded(within, float in members)
+        within = _with_largest_number(within, float in members)
         if not _is_within(value, within):
             return f"must be a number in {within}, got {value}"
     return ""
@@ -300,7 +322,8 @@ def _is_within(number, within):
 def value_of(kind: type, text: str, within: str | None = None, is_path: bool = False):
     """The value of an option's type that a word of the command line stands for, checked by `what_is_wrong`."""
     value = text
-    for read in (_truth, float, int):  # a word is a value of the first kind that the option's type has
+    # A word is a value of the first kind that the option's type has; to a type that is int alone, 5.0 is none.
+    for read in (_truth, float, int):
         try:
             read_as = read(text.lower())
         except ValueError:

@@ -16,7 +16,7 @@ from d2l_bert.tokenization.token_store import TokenizedCorpus, find, ranges
 from d2l_bert.tokenization.wordpiece import CONTINUATION
 from d2l_bert.training.data import masking
 from d2l_bert.training.data.pairs import SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT, tokens_in
-from d2l_bert.training.data.rows import ALONE, Ranks, micro_batches, pack, padded
+from d2l_bert.training.data.rows import ALONE, Ranks, pack, padded, rows_of_micro_batches
 
 
 # Pairs that `first_with_target` masks in one call.
@@ -58,14 +58,14 @@ class BatchMaker:
     `[UNK]` stays in the input and is never predicted: it hides which word it was, so predicting it teaches nothing.
 
     Args:
-        tokens: the corpus of the pairs.
+        corpus: the text that the pairs are of.
         run: its options say what is masked, and whether pairs have labels (`objective`). Without another share, as
             many tokens are predicted as in the last step of the run.
         max_seq_length: the most tokens in a row.
     """
 
-    def __init__(self, tokens: TokenizedCorpus, tokenizer, run, max_seq_length: int):
-        self.tokens = tokens
+    def __init__(self, corpus: TokenizedCorpus, tokenizer, run, max_seq_length: int):
+        self.corpus = corpus
         self.run = run
         self.max_seq_length = max_seq_length
         self.cls = tokenizer.cls_token_id
@@ -87,6 +87,11 @@ class BatchMaker:
         rows: Sequence[Sequence[int]] | None = None,
     ) -> dict[str, torch.Tensor]:
         """
+        The micro-batch of some pairs.
+
+        Each pair is first masked in a row of its own, as its masks must not depend on other pairs. With `rows` given,
+        packed rows are then made of these rows.
+
         Args:
             pairs: an array of `pairs.PAIR`. A pair's masks follow from its key, and do not depend on other pairs.
             mlm_probability: the share of tokens to predict; None for that of the run's last step.
@@ -100,31 +105,32 @@ class BatchMaker:
         if rows is not None:
             pairs = pairs[list(itertools.chain(*rows))]
         ids, arguments, is_predicted = self._one_pair_a_row(pairs, mlm_probability or self.mlm_probability)
-        if rows is None:
+        if rows is None:  # pair n is row n
             zeros = np.zeros(len(pairs), dtype=np.int64)
             places = Places(row=np.arange(len(pairs)), number=zeros, column=zeros)
-            of_pairs = {"next_sentence_label": pairs["next_sentence_label"].copy()}
+            label_arguments = {"next_sentence_label": pairs["next_sentence_label"].copy()}
         else:
             lengths = arguments["attention_mask"].sum(1)
             places = _places_of(lengths, np.array([len(in_row) for in_row in rows]))
             arguments = self._packed(arguments, places, lengths)
-            of_pairs = _of_packed_pairs(pairs, places)
-        arguments |= _of_slots(ids, is_predicted, places)
+            label_arguments = _packed_labels(pairs, places)
+        arguments |= _masked_positions(ids, is_predicted, places)
         if self.has_labels:
-            arguments |= of_pairs
+            arguments |= label_arguments
         return {name: torch.from_numpy(array) for name, array in arguments.items()}
 
     def empty(self) -> dict[str, torch.Tensor]:
         """A micro-batch without labels, with a loss of 0: for a process that has fewer rows than other processes."""
-        label = {"next_sentence_label": torch.tensor([-100])} if self.has_labels else {}
-        return {
+        arguments = {
             "input_ids": torch.tensor([[self.cls, self.sep, self.sep]]),
             "token_type_ids": torch.zeros((1, 3), dtype=torch.int64),
             "attention_mask": torch.ones((1, 3), dtype=torch.int64),
             "masked_positions": torch.zeros((1, 1), dtype=torch.int64),
             "labels": torch.tensor([[-100]]),
-            **label,
         }
+        if self.has_labels:
+            arguments["next_sentence_label"] = torch.tensor([-100])
+        return arguments
 
     def _one_pair_a_row(self, pairs, share):
         """
@@ -135,9 +141,10 @@ class BatchMaker:
             each token is to be predicted (n, T).
         """
         ids, is_real, is_of_text, is_second = self._rows_of_ids(pairs)
+        is_maskable = is_of_text & (ids != self.unknown)
         masked, is_predicted = masking.mask_tokens(
             ids,
-            is_of_text & (ids != self.unknown),
+            is_maskable,
             pairs["key"],
             mask_token_id=self.mask,
             first_ordinary_id=self.first_ordinary_id,
@@ -174,18 +181,20 @@ class BatchMaker:
         lengths = b_column + np.where(b_length > 0, b_length + 1, 0)
         column = np.arange(self._width(lengths))
         is_real = column < lengths
-        is_first = column < b_column
+        is_before_b = column < b_column
         is_sep = (column == b_column - 1) | (column == lengths - 1)
         is_of_text = is_real & ~is_sep
         is_of_text[:, 0] = False
         ids = np.where(is_real, self.sep, self.pad)
         ids[:, 0] = self.cls
-        # The number, in the corpus, of each token.
-        token = column + np.where(is_first, a_start - 1, b_start - b_column)
-        ids_of_text = self.tokens.ids[token[is_of_text]]
-        self.tokens.check_ids(ids_of_text, self.vocab_size)
+        # What is added to a column gives the number of its token in the corpus: A begins in column 1, B in `b_column`.
+        offset_of_a = a_start - 1
+        offset_of_b = b_start - b_column
+        token = column + np.where(is_before_b, offset_of_a, offset_of_b)
+        ids_of_text = self.corpus.ids[token[is_of_text]]
+        self.corpus.check_ids(ids_of_text, self.vocab_size)
         ids[is_of_text] = ids_of_text
-        return ids, is_real, is_of_text, is_real & ~is_first
+        return ids, is_real, is_of_text, is_real & ~is_before_b
 
     def _packed(self, arguments, places, lengths):
         """
@@ -232,12 +241,13 @@ def _places_of(lengths, pairs_in_row):
     columns 0 9 0.
     """
     row = np.repeat(np.arange(len(pairs_in_row)), pairs_in_row)
-    starts = np.cumsum(lengths) - lengths  # if all rows stood one after the other
-    first_pairs = np.cumsum(pairs_in_row) - pairs_in_row
-    return Places(row, number=ranges(0, pairs_in_row), column=starts - starts[first_pairs][row])
+    tokens_before = np.cumsum(lengths) - lengths  # before each pair, in all rows: 0 9 13 above
+    first_pair_of_row = np.cumsum(pairs_in_row) - pairs_in_row  # 0 2 above
+    tokens_before_row = tokens_before[first_pair_of_row]  # 0 13 above
+    return Places(row, number=ranges(0, pairs_in_row), column=tokens_before - tokens_before_row[row])
 
 
-def _of_packed_pairs(pairs, places):
+def _packed_labels(pairs, places):
     """The arguments `cls_positions` and `next_sentence_label` (B, S) of packed rows."""
     shape = (places.row[-1] + 1, places.number.max() + 1)
     cls_positions = np.zeros(shape, dtype=np.int64)
@@ -247,21 +257,25 @@ def _of_packed_pairs(pairs, places):
     return {"cls_positions": cls_positions, "next_sentence_label": labels}
 
 
-def _of_slots(ids, is_predicted, places):
+def _masked_positions(ids, is_predicted, places):
     """
     The arguments `masked_positions` and `labels` (B, P).
 
     Args:
         ids: before masking, one pair a row (n, T).
         is_predicted: whether each is to be predicted (n, T).
-        places: of the pairs in the rows of the micro-batch.
+        places: of the pairs in the rows of the micro-batch; the rows ascend.
     """
-    slots_in_row = np.bincount(places.row, is_predicted.sum(1)).astype(int)
+    predicted_in_pair = is_predicted.sum(1)
+    predicted_in_row = np.bincount(places.row, weights=predicted_in_pair).astype(int)
     # At least one slot, which holds no label where every token is `[UNK]`: attention fails without a query.
-    shape = (len(slots_in_row), max(1, slots_in_row.max()))
+    slots = max(1, predicted_in_row.max())
+    shape = (len(predicted_in_row), slots)
+    # Of each predicted token: its pair and its column there; its row and its slot there. Pairs, and so their predicted
+    # tokens, stand in the order of rows.
     pair, column = is_predicted.nonzero()
     row = places.row[pair]
-    slot = ranges(0, slots_in_row)  # the number of each predicted token in its row
+    slot = ranges(0, predicted_in_row)
     masked_positions = np.zeros(shape, dtype=np.int64)
     masked_positions[row, slot] = places.column[pair] + column
     labels = np.full(shape, -100)
@@ -292,13 +306,13 @@ def batches(
     if packed:
         rows = pack(lengths, make_batch.max_seq_length)
         lengths = [int(lengths[row].sum()) for row in rows]
-    for micro_batch in micro_batches(lengths, most_tokens, ranks):
-        if not micro_batch:
+    for row_numbers in rows_of_micro_batches(lengths, most_tokens, ranks):
+        if not row_numbers:
             yield make_batch.empty()
         elif packed:
-            yield make_batch(pairs, mlm_probability, [rows[row] for row in micro_batch])
+            yield make_batch(pairs, mlm_probability, [rows[number] for number in row_numbers])
         else:
-            yield make_batch(pairs[micro_batch], mlm_probability)
+            yield make_batch(pairs[row_numbers], mlm_probability)
 
 
 class Counts(NamedTuple):

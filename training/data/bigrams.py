@@ -147,14 +147,17 @@ def _in_blocks(pairs):
 def _merged(found, keys, counts):
     """The keys and counts of `found` and of further bigrams, of the `MOST_BIGRAMS` most frequent ones."""
     places = np.searchsorted(found.keys, keys)
-    is_known = np.append(found.keys, -1)[places] == keys
+    is_known = np.append(found.keys, -1)[places] == keys  # -1 is no key, at the place behind the last one
     found.counts[places[is_known]] += counts[is_known]
     keys = np.insert(found.keys, places[~is_known], keys[~is_known])
     counts = np.insert(found.counts, places[~is_known], counts[~is_known])
-    if len(keys) > MOST_BIGRAMS:
-        last = len(keys) - MOST_BIGRAMS - 1  # in ascending order, the last one to go
-        is_kept = counts > np.partition(counts, last)[last]
-        keys, counts = keys[is_kept], counts[is_kept]
+    surplus = len(keys) - MOST_BIGRAMS
+    if surplus > 0:
+        # The count that is number `surplus` in ascending order; bigrams that occur as often go, too.
+        largest_to_go = np.partition(counts, surplus - 1)[surplus - 1]
+        is_kept = counts > largest_to_go
+        keys = keys[is_kept]
+        counts = counts[is_kept]
     return keys, counts
 
 

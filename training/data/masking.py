@@ -62,7 +62,7 @@ def mask_tokens(
     """
     starts_unit = candidates.copy()
     if masking != "token":
-        continues_word = is_continuation[tokens[:, 1:]] & candidates[:, :-1]
+        continues_word = is_continuation[tokens[:, 1:]] & candidates[:, :-1]  # of a candidate before it
         starts_unit[:, 1:] &= ~continues_word
     unit_of_token = np.cumsum(starts_unit, axis=1) - 1  # the number, in its row, of each candidate's unit
     units_in_row = starts_unit.sum(1)
@@ -78,10 +78,11 @@ def mask_tokens(
     fate = random_numbers(keys[rows], _FATES + columns)
     drawn = random_numbers(keys[rows], _TOKENS + columns) * (end_of_ordinary_ids - first_ordinary_id)
     random_tokens = first_ordinary_id + drawn.astype(int)
+    becomes_mask = fate < mask_replace_prob
     stays = fate >= mask_replace_prob + random_replace_prob
-    becomes_random = np.where(stays, tokens[rows, columns], random_tokens)
+    same_or_random = np.where(stays, tokens[rows, columns], random_tokens)
     masked = tokens.copy()
-    masked[rows, columns] = np.where(fate < mask_replace_prob, mask_token_id, becomes_random)
+    masked[rows, columns] = np.where(becomes_mask, mask_token_id, same_or_random)
     return masked, chosen
 
 
@@ -98,15 +99,17 @@ def _single_units(units_in_row, chosen_in_row, keys):
     # Draw a random number for each unit, and choose the units with the smallest ones.
     drawn = random_numbers(keys[:, None], _UNITS + numbers)
     drawn[numbers >= units_in_row[:, None]] = 1  # larger than those of the row's own units
-    smallest = np.argsort(drawn, axis=1)[:, : chosen_in_row.max(initial=0)]
+    by_number = np.argsort(drawn, axis=1)[:, : chosen_in_row.max(initial=0)]  # the units of a row, smallest first
+    is_among_smallest = np.arange(by_number.shape[1]) < chosen_in_row[:, None]
     is_chosen = np.zeros(drawn.shape, dtype=bool)
-    np.put_along_axis(is_chosen, smallest, np.arange(smallest.shape[1]) < chosen_in_row[:, None], axis=1)
+    np.put_along_axis(is_chosen, by_number, is_among_smallest, axis=1)
     return is_chosen
 
 
 def _spans_of_units(units_in_row, chosen_in_row, keys):
     """As `_single_units`, but in spans of consecutive units."""
-    is_chosen = np.zeros((len(keys), max(1, units_in_row.max(initial=1))), dtype=bool)
+    most_units = max(1, units_in_row.max(initial=1))
+    is_chosen = np.zeros((len(keys), most_units), dtype=bool)
     for row in np.flatnonzero(units_in_row):
         rng = np.random.default_rng(keys[row])
         is_chosen[row, _spans(units_in_row[row], chosen_in_row[row], rng)] = True
@@ -121,21 +124,28 @@ def _spans(words, count, rng):
     left, at least one word lies between two spans. For example, 6 of 12 words:
 
         lengths are drawn                         3, 2, 4, 1, ...
-        as many as it takes, the last one cut     3, 2, 1            the other 6 words lie in gaps before the spans
-        a gap of 1 before each span               1, 1, 1            3 words are to spare
+        as many as it takes, the last one cut     3, 2, 1            the other 6 words lie in gaps behind the spans
+        a gap of 1 behind each span               1, 1, 1            3 words are to spare
         which are distributed over the gaps       1, 3, 2            every way is equally likely
-        chosen (x) and other words                . x x x . . . x x . . x
-        rotated at random                         . . x . x x x . . . x x
+        chosen (x) and other words                x x x . x x . . . x . .
+        rotated at random, here by 2              . . x x x . x x . . . x
     """
     drawn = np.searchsorted(_SPAN_LENGTHS_UP_TO, rng.random(count)) + 1  # `count` lengths are always enough
-    ends = np.minimum(np.cumsum(drawn), count)
-    spans = np.searchsorted(ends, count) + 1
+    ends = np.minimum(np.cumsum(drawn), count)  # chosen words up to the end of each span: 3 5 6 6 6 6 above
+    spans = np.searchsorted(ends, count) + 1  # how many it takes
     lengths = np.diff(ends[:spans], prepend=0)
     unchosen = words - count
     min_gap = min(1, unchosen // spans)  # without a gap two spans would merge into one
     spare = unchosen - min_gap * spans
-    # Stars and bars: the spare words are stars, and a bar stands between those of one gap and those of the next.
-    bars = np.sort(rng.permutation(spare + spans - 1)[: spans - 1]) - np.arange(spans - 1)
-    gaps = min_gap + np.diff(bars, prepend=0, append=spare)
-    unchosen_before = np.cumsum(gaps) - gaps  # for each span
-    return (np.arange(count) + np.repeat(unchosen_before, lengths) + rng.integers(words)) % words
+    # "Stars and bars": a line of the spare words (*), with a bar (|) between those of one gap and those of the next.
+    # Bars at random places of the line make every distribution equally likely. Above, the line is | * * | *: no spare
+    # word for the first gap, two for the second, one for the third.
+    bar_count = spans - 1
+    bar_places = np.sort(rng.permutation(spare + bar_count)[:bar_count])  # 0 3
+    stars_before = bar_places - np.arange(bar_count)  # each bar, without the bars before it: 0 2
+    spare_in_gap = np.diff(stars_before, prepend=0, append=spare)  # 0 2 1
+    gaps = min_gap + spare_in_gap  # 1 3 2
+    unchosen_before = np.cumsum(gaps) - gaps  # each span: 0 1 4
+    chosen = np.arange(count) + np.repeat(unchosen_before, lengths)
+    rotation = rng.integers(words)
+    return (chosen + rotation) % words

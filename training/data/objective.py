@@ -13,8 +13,11 @@ from d2l_bert.training.data.pairs import NO_LABEL, PAIR, tokens_in
 
 logger = logging.getLogger(__name__)
 
-# Where a smaller share of the rows would be pairs, or of the tokens in these, a run has no second loss.
-LEAST_SHARE = 0.5
+# A run has no second loss where a smaller share of the rows would be pairs, ...
+LEAST_SHARE_OF_PAIRS = 0.5
+
+# ... or where rows would hold a smaller share of the tokens of the text.
+LEAST_SHARE_KEPT = 0.5
 
 
 def with_objective(run, text):
@@ -31,29 +34,20 @@ def with_objective(run, text):
     if run.objective == "none":
         return run
     objective = "nsp" if run.objective == "auto" else run.objective
-    of_pairs = dataclasses.replace(run, objective=objective)
+    run_on_pairs = dataclasses.replace(run, objective=objective)
     short = PAIR_TASKS[objective].short
-    pairs = EpochPairs(text.train, of_pairs, run.max_seq_length, text.corpus_name)
-    rows = next(pairs.parts(0), np.zeros(0, dtype=PAIR))
+    epoch_pairs = EpochPairs(text.train, run_on_pairs, run.max_seq_length, text.corpus_name)
+    rows = next(epoch_pairs.parts(0), np.zeros(0, dtype=PAIR))  # of the first window with a row
     has_label = rows["next_sentence_label"] != NO_LABEL
-    share_of_pairs = (rows["b_end"] > rows["b_start"]).mean() if len(rows) else 1.0
-    share_kept = _share_kept(text.train, rows, *pairs.pieces(0, 0))
-    reason = None  # also without a row: such a run is refused later, whatever its objective
-    if share_of_pairs < LEAST_SHARE:
-        reason = f"only {share_of_pairs:.1%} of the rows would be pairs for {short}: most documents have one sentence"
-    elif len(rows) and not has_label.any():
-        reason = f"no pair for {short} would have a label: all second segments are alike"
-    elif len(rows) and share_kept < LEAST_SHARE and run.objective == "auto":
-        reason = (
-            f"pairs for {short} in rows of {run.max_seq_length} would hold {share_kept:.0%} of the tokens: sentences "
-            f"are long"
-        )
+    firsts, ends = epoch_pairs.pieces(0, 0)
+    share_kept = _share_kept(text.train, rows, firsts, ends)
+    reason = _reason_against(run, rows, share_kept, short)
     if reason is None:
         logger.info(
             f"{has_label.sum() / max(len(rows), 1):.1%} of the rows are pairs with a label for {short}; rows of "
             f"{run.max_seq_length} hold {share_kept:.0%} of the tokens, the others are cut off"
         )
-        return of_pairs
+        return run_on_pairs
     if run.objective != "auto":
         raise UserError(
             f"objective {run.objective}: {reason}; give objective none, or documents of several sentences (see "
@@ -63,7 +57,32 @@ def with_objective(run, text):
     return dataclasses.replace(run, objective="none")
 
 
+def _reason_against(run, rows, share_kept, short):
+    """
+    Why a run has no second loss, or None if it has.
+
+    Args:
+        rows: an array of `PAIR`.
+        share_kept: the share of the text's tokens that rows hold.
+        short: the short name of the second loss.
+    """
+    if not len(rows):
+        return None  # the run is refused later, whatever its objective
+    share_of_pairs = (rows["b_end"] > rows["b_start"]).mean()
+    if share_of_pairs < LEAST_SHARE_OF_PAIRS:
+        return f"only {share_of_pairs:.1%} of the rows would be pairs for {short}: most documents have one sentence"
+    if (rows["next_sentence_label"] == NO_LABEL).all():
+        return f"no pair for {short} would have a label: all second segments are alike"
+    # A user who asks for the second loss may lose more of the text.
+    if run.objective == "auto" and share_kept < LEAST_SHARE_KEPT:
+        return (
+            f"pairs for {short} in rows of {run.max_seq_length} would hold {share_kept:.0%} of the tokens: sentences "
+            f"are long"
+        )
+    return None
+
+
 def _share_kept(corpus, rows, firsts, ends):
-    """The share of the tokens of these sentences, from `firsts` to `ends` - 1, that rows hold."""
+    """The share of the tokens that rows hold, of pieces with the sentences from `firsts` to `ends` - 1."""
     tokens = (corpus.sentence_starts[ends] - corpus.sentence_starts[firsts]).sum()
     return tokens_in(rows).sum() / max(tokens, 1)

@@ -102,18 +102,20 @@ class EpochPairs:
             raise UserError(
                 f"source_weights: {len(weights)} weights for {len(source_ends)} sources; give one for each"
             )
-        self.borders = corpus.first_tokens(np.append(0, source_ends))  # the sources begin and end at these tokens
-        self.tokens = np.diff(self.borders)
-        is_missing = (self.tokens == 0) & (weights > 0)
+        # Source i has the tokens from borders[i] to borders[i + 1] - 1. What follows has one number for each source.
+        self.borders = corpus.first_tokens(np.append(0, source_ends))
+        self.token_counts = np.diff(self.borders)
+        is_missing = (self.token_counts == 0) & (weights > 0)
         if is_missing.any():
             raise UserError(f"source_weights: source {int(is_missing.argmax()) + 1} is empty")
         # An epoch has as many tokens as all sources together.
         shares = weights / weights.sum()
-        self.passes = shares * self.tokens.sum() / np.maximum(self.tokens, 1)
-        least_stretches = WEIGHTED_STRETCHES if run.source_weights else 1
-        tokens_of_least = -(-self.tokens // least_stretches)  # rounded up
-        self.stretch_tokens = np.clip(tokens_of_least, 1, STRETCH_TOKENS)
-        self.stretches = -(-self.tokens // self.stretch_tokens)
+        self.passes = shares * self.token_counts.sum() / np.maximum(self.token_counts, 1)
+        # A stretch has STRETCH_TOKENS, or fewer in a source that would else have too few stretches.
+        fewest_stretches = WEIGHTED_STRETCHES if run.source_weights else 1
+        largest = _ceil_div(self.token_counts, fewest_stretches)  # larger stretches would be fewer
+        self.stretch_tokens = np.clip(largest, 1, STRETCH_TOKENS)
+        self.stretch_counts = _ceil_div(self.token_counts, self.stretch_tokens)
         # The window that was used last, as (epoch, window), and its pairs.
         self._open_window = None
         self._open_pairs = None
@@ -128,25 +130,30 @@ class EpochPairs:
         Without weights an epoch is one turn. With weights an epoch takes the next visits of each source: with 0.5
         passes a stretch is visited in every second epoch, with 1.5 passes once or twice in an epoch.
         """
-        return np.rint(np.outer([epoch, epoch + 1], self.passes * self.stretches)).astype(np.int64)
+        return np.rint(np.outer([epoch, epoch + 1], self.passes * self.stretch_counts)).astype(np.int64)
 
-    def windows(self, epoch: int) -> int:
-        """The number of windows in an epoch, at least one."""
+    def window_count(self, epoch: int) -> int:
+        """How many windows an epoch has, at least one."""
         firsts, ends = self._visits(epoch)
-        return max(1, -(-int((ends - firsts).sum()) // WINDOW_STRETCHES))
+        return max(1, _ceil_div(int((ends - firsts).sum()), WINDOW_STRETCHES))
 
     def pieces(self, epoch: int, window: int) -> tuple[np.ndarray, np.ndarray]:
-        """The sentences of a window, in pieces of one document each: the first, and that after the last (pieces,)."""
+        """
+        The pieces of a window: the first sentence of each, and the one after its last, each (pieces,).
+
+        They stand in the order of the turns, not of the visits: the pairs of a window are shuffled later.
+        """
         sources, turns, places = self._visits_in_window(epoch, window)
         firsts = [np.zeros(0, dtype=np.int64)]
         ends = [np.zeros(0, dtype=np.int64)]
         for source, turn in sorted(set(zip(sources.tolist(), turns.tolist(), strict=True))):
+            # The turn is a random order of the source's stretches; the window has those at some places of this order.
             is_of_turn = (sources == source) & (turns == turn)
             seed = (self.run.seed, _VISITS, source, turn)
-            stretches = random_order(places[is_of_turn], int(self.stretches[source]), seed)
+            stretches = random_order(places[is_of_turn], int(self.stretch_counts[source]), seed)
             firsts.append(self._first_sentences(source, stretches))
             ends.append(self._first_sentences(source, stretches + 1))
-        return self._in_documents(np.concatenate(firsts), np.concatenate(ends))
+        return self._cut_into_documents(np.concatenate(firsts), np.concatenate(ends))
 
     def _visits_in_window(self, epoch, window):
         """
@@ -156,57 +163,85 @@ class EpochPairs:
         and 5 to 7: number 6 is visit 6 - 5 + 10 = 11 of the second source.
         """
         firsts, ends = self._visits(epoch)
-        numbers_up_to = np.cumsum(ends - firsts)  # of each source, in the epoch
-        first_numbers = numbers_up_to - (ends - firsts)
-        count = int(numbers_up_to[-1])
-        places = np.arange(window * WINDOW_STRETCHES, min((window + 1) * WINDOW_STRETCHES, count))
-        numbers = random_order(places, count, (self.run.seed, _ORDER, epoch))
-        sources = np.searchsorted(numbers_up_to, numbers, side="right")
+        end_numbers = np.cumsum(ends - firsts)  # of each source: 5 and 8 above
+        first_numbers = end_numbers - (ends - firsts)  # 0 and 5 above
+        count = int(end_numbers[-1])
+        # The epoch is a random order of all numbers. A window takes the next ones of this order.
+        places_in_order = np.arange(window * WINDOW_STRETCHES, min((window + 1) * WINDOW_STRETCHES, count))
+        numbers = random_order(places_in_order, count, (self.run.seed, _ORDER, epoch))
+        sources = np.searchsorted(end_numbers, numbers, side="right")
         visits = numbers - first_numbers[sources] + firsts[sources]
-        turns, places_in_turn = np.divmod(visits, self.stretches[sources])
+        turns, places_in_turn = np.divmod(visits, self.stretch_counts[sources])
         return sources, turns, places_in_turn
 
     def _first_sentences(self, source, stretches):
         """
-        The first sentence of each of these stretches of a source; of the one after the last, the end of the source.
+        The sentence with which each of these stretches of a source begins.
 
-        A border between two stretches is moved forward to the start of the next document; in a document that goes on
-        to the next border, to the start of the next sentence. For stretches of ten tokens and three documents:
+        Every `stretch_tokens` tokens there is a border. A stretch begins
+
+        - with the first document that begins at its border or behind it, if that is before the next border;
+        - else, inside a document that covers all from its border to the next: with the first sentence that begins at
+          its border or behind it.
+
+        It ends where the next one begins. The last stretch ends with the source: where "the stretch after the last"
+        would begin, which may be asked for, too. For stretches of ten tokens and three documents:
 
             tokens       0         10        20        30
             documents    AAAAAAABBBBBBBCCCCCCCCCCCCCCCCCC
             stretches    00000000000000111111112222222222
 
-        The border at 10 moves to 14, where C begins. C goes on from the border at 20 to that at 30, so that the border
-        at 20 moves to the next sentence, which here begins at 22.
+        From the border at 10 on, C is the first document to begin: stretch 1 begins at 14. From the border at 20 to
+        that at 30 none begins: stretch 2 begins with a sentence of C, here at 22. Stretch 3 begins at 32, the end of
+        the text: it is empty.
         """
+        sentence_starts = self.corpus.sentence_starts
+        document_starts = self.corpus.document_starts
         size = self.stretch_tokens[source]
-        tokens = self.borders[source] + stretches * size
-        sentences = np.searchsorted(self.corpus.sentence_starts, np.minimum(tokens, self.borders[source + 1]))
-        documents = np.searchsorted(self.corpus.document_starts, sentences)
-        first_of_next_document = self.corpus.document_starts[documents]
-        is_before_next_border = self.corpus.sentence_starts[first_of_next_document] < tokens + size
-        return np.where(is_before_next_border, first_of_next_document, sentences)
+        borders = self.borders[source] + stretches * size  # in tokens
+        next_borders = borders + size
+        borders = np.minimum(borders, self.borders[source + 1])  # "the stretch after the last" begins at the end
+        sentences = np.searchsorted(sentence_starts, borders)  # the first from each border on
+        documents = np.searchsorted(document_starts, sentences)  # the first from each border on
+        sentences_of_documents = document_starts[documents]
+        is_document_before_next_border = sentence_starts[sentences_of_documents] < next_borders
+        return np.where(is_document_before_next_border, sentences_of_documents, sentences)
 
-    def _in_documents(self, firsts, ends):
-        """Cut spans of sentences, some of them empty, at the borders of documents: the first of each, and its end."""
+    def _cut_into_documents(self, firsts, ends):
+        """
+        Cut stretches, some of them empty, at the borders of documents.
+
+        Stretches of the sentences 0 to 4 and 9, in documents that begin with the sentences 0, 3 and 8, are three
+        pieces: the sentences 0 to 2, 3 and 4, and 9.
+
+        Args:
+            firsts, ends: the first sentence of each stretch, and the one after its last (stretches,).
+
+        Returns:
+            The first sentence of each piece, and the one after its last, each (pieces,).
+        """
         is_there = firsts < ends
         firsts = firsts[is_there]
         ends = ends[is_there]
         starts = self.corpus.document_starts
         first_documents = find(starts, firsts)
         end_documents = find(starts, ends - 1) + 1
-        counts = end_documents - first_documents
-        documents = ranges(first_documents, end_documents)
-        piece_firsts = np.maximum(starts[documents], np.repeat(firsts, counts))
-        piece_ends = np.minimum(starts[documents + 1], np.repeat(ends, counts))
+        pieces_of_stretch = end_documents - first_documents
+        document = ranges(first_documents, end_documents)  # of each piece
+        piece_firsts = np.maximum(starts[document], np.repeat(firsts, pieces_of_stretch))
+        piece_ends = np.minimum(starts[document + 1], np.repeat(ends, pieces_of_stretch))
         return piece_firsts, piece_ends
 
     # -----------------------------------------------------------------------------------------------------------------
     # Pairs
 
     def window(self, epoch: int, number: int) -> np.ndarray:
-        """The pairs of one window, shuffled and with the keys of their masks: an array of `pairs.PAIR`."""
+        """
+        The pairs of one window, shuffled and with the keys of their masks: an array of `pairs.PAIR`.
+
+        Args:
+            number: of the window in its epoch, from 0.
+        """
         if self._open_window != (epoch, number):
             self._open_pairs = self._make_window(epoch, number)
             self._open_window = (epoch, number)
@@ -238,7 +273,7 @@ class EpochPairs:
             most: the most pairs in all; None for all.
         """
         remaining = most or sys.maxsize
-        for window in range(self.windows(epoch)):
+        for window in range(self.window_count(epoch)):
             pairs = self.window(epoch, window)[:remaining]
             if len(pairs):
                 yield pairs
@@ -268,20 +303,20 @@ class EpochPairs:
                 raise UserError(f"{self.name}: no pair of segments in the text to train on; give more text")
             first = 0
             window += 1
-            if window == self.windows(epoch):
+            if window == self.window_count(epoch):
                 epoch += 1
                 window = 0
 
     def has(self, cursor: Cursor, taken: int) -> bool:
         """
-        Whether a cursor may stand behind the last of some pairs.
+        Whether a cursor may stand behind the last of some pairs: its window exists, and has so many pairs.
 
         Args:
             taken: the number of pairs that were taken from `START` on.
         """
         epoch, window, first = cursor
-        # `take` looks for the next pair in fewer than MOST_EMPTY_WINDOWS windows, and so in no more epochs.
-        if epoch > taken * MOST_EMPTY_WINDOWS or window >= self.windows(epoch):
+        # For each pair `take` passes fewer than MOST_EMPTY_WINDOWS windows, and so no more epochs than that.
+        if epoch > taken * MOST_EMPTY_WINDOWS or window >= self.window_count(epoch):
             return False
         return first <= len(self.window(epoch, window))
 
@@ -295,10 +330,15 @@ class EpochPairs:
         """
         _, cursor = self.take(START, 1)
         pairs = self.window(cursor.epoch, cursor.window)
-        if self.windows(cursor.epoch) == 1:
+        if self.window_count(cursor.epoch) == 1:
             return float(len(pairs))
         firsts, ends = self.pieces(cursor.epoch, cursor.window)
         starts = self.corpus.sentence_starts
         tokens_in_window = float((starts[ends] - starts[firsts]).sum())
-        tokens_in_epoch = float((self.tokens * self.passes).sum())
+        tokens_in_epoch = float((self.token_counts * self.passes).sum())
         return len(pairs) / tokens_in_window * tokens_in_epoch
+
+
+def _ceil_div(number, divisor):
+    """The quotient, rounded up."""
+    return -(-number // divisor)

@@ -128,8 +128,8 @@ def lay_out(
         raise ValueError(f"no pairs are made by the pairing {pairing!r} and the objective {objective!r}")
     # From here on the sentences of all pieces are numbered from 0: piece i has bounds[i] to bounds[i + 1] - 1.
     bounds = np.append(0, np.cumsum(ends - firsts))
-    numbers = ranges(firsts, ends)
-    sentences = Spans(corpus.sentence_starts[numbers], corpus.sentence_starts[numbers + 1])
+    number_in_corpus = ranges(firsts, ends)  # of each of these sentences
+    sentences = Spans(corpus.sentence_starts[number_in_corpus], corpus.sentence_starts[number_in_corpus + 1])
     in_a_segment = max_seq_length - SPECIALS_IN_A_SEGMENT
     in_a_pair = max_seq_length - SPECIALS_IN_A_PAIR
     if objective == "none":
@@ -179,16 +179,17 @@ def _gather(lengths, bounds, capacity, short_seq_prob, rng):
     ends = bounds[1:]
     counts = ends - starts
     is_backward = rng.random(len(starts)) < 0.5
-    numbers = np.arange(bounds[-1])
-    mirrored = np.repeat(starts + ends - 1, counts) - numbers
-    places = np.where(np.repeat(is_backward, counts), mirrored, numbers)
-    found = _gather_from_start(lengths[places], starts, ends, capacity, short_seq_prob, rng)
+    places = np.arange(bounds[-1])
+    mirrored = np.repeat(starts + ends - 1, counts) - places
+    sentences = np.where(np.repeat(is_backward, counts), mirrored, places)  # the one at each place
+    found = _gather_from_start(lengths[sentences], starts, ends, capacity, short_seq_prob, rng)
     is_mirrored = is_backward[found["piece"]]
-    mirrored_borders = (starts + ends)[found["piece"]]
+    mirrored_pairs = found[is_mirrored]
+    sum_of_borders = (starts + ends)[mirrored_pairs["piece"]]  # of a border and its mirror image: 13 above
     pairs = found.copy()
-    pairs["a_first"] = np.where(is_mirrored, mirrored_borders - found["b_end"], found["a_first"])
-    pairs["b_first"] = np.where(is_mirrored, mirrored_borders - found["b_first"], found["b_first"])
-    pairs["b_end"] = np.where(is_mirrored, mirrored_borders - found["a_first"], found["b_end"])
+    pairs["a_first"][is_mirrored] = sum_of_borders - mirrored_pairs["b_end"]
+    pairs["b_first"][is_mirrored] = sum_of_borders - mirrored_pairs["b_first"]
+    pairs["b_end"][is_mirrored] = sum_of_borders - mirrored_pairs["a_first"]
     return pairs
 
 
@@ -213,17 +214,21 @@ def _gather_from_start(lengths, starts, ends, capacity, short_seq_prob, rng):
     first = starts[piece]  # the first sentence that is left of each
     while len(piece):
         end = ends[piece]
-        is_short, shorter, split = rng.random((3, len(piece)))
-        short_target = 2 + (shorter * (capacity - 1)).astype(np.int64)
-        target = np.where(is_short < short_seq_prob, short_target, capacity)
+        drawn = rng.random((3, len(piece)))  # three numbers for each piece
+        short_target = 2 + (drawn[1] * (capacity - 1)).astype(np.int64)
+        target = np.where(drawn[0] < short_seq_prob, short_target, capacity)
         tokens_before = tokens_up_to[first] - lengths[first]
+        # The sentence that reaches the target is the last one of the pair, ...
         last = np.searchsorted(tokens_up_to, tokens_before + target)
+        # ... which has two sentences at least, and none of the next piece.
         last = np.clip(last, first + 1, end - 1)
-        last[last == end - 2] += 1  # one sentence would be left over
+        # A sentence that would be left over alone joins the pair.
+        leaves_one = last == end - 2
+        last[leaves_one] += 1
         pairs = np.zeros(len(piece), dtype=SENTENCES_OF_A_PAIR)
         pairs["piece"] = piece
         pairs["a_first"] = first
-        pairs["b_first"] = first + 1 + (split * (last - first)).astype(np.int64)
+        pairs["b_first"] = first + 1 + (drawn[2] * (last - first)).astype(np.int64)  # from first + 1 to last
         pairs["b_end"] = last + 1
         found.append(pairs)
         goes_on = last + 1 < end
@@ -266,25 +271,26 @@ def _exchange(a, b, capacity, ids, rng):
     Let half of the pairs exchange their Bs, and label them all: an array of `PAIR`.
 
     Pairs with Bs of about the same length make blocks. In a block every B is cut at its back to the length of the
-    shortest, and every A at its front to fit beside it: an exchange changes no length. Half of the pairs of a block
-    are drawn at random, and each gets the B of another. So neither segment alone tells the label, nor do the two
-    lengths. A true B begins where its A ends.
+    shortest, and every A at its front to fit beside it: an exchange changes no length, and a true B still begins where
+    its A ends. Half of the pairs of a block are drawn at random, and each gets the B of another. So neither segment
+    alone tells the label, nor do the two lengths.
 
     A pair whose B stands twice in its block, such as the end of two letters that end alike, keeps it and has no label:
-    exchanged for its like, it would be called wrong and be right.
+    exchanged for its like, it would be called wrong and be right. The other pairs of a block are its candidates for an
+    exchange.
 
     Args:
         a, b: the segments of the pairs, B after A.
         capacity: the most tokens in both.
     """
     a, b, block = _blocks_of_equal_length(a, b, capacity, rng)
-    is_left_out = _stands_twice(b, block, ids)
-    candidates = np.bincount(block[~is_left_out], minlength=len(np.bincount(block)))  # pairs of each block
-    exchanged = _half(candidates, rng)
-    gets_b_of = _circles(block, is_left_out, exchanged, rng)
-    labels = np.full(len(block), IS_NEXT)
-    labels[gets_b_of != np.arange(len(block))] = IS_OF_ANOTHER_PAIR
-    labels[is_left_out | (candidates[block] == 1)] = NO_LABEL  # one candidate has no other to exchange with
+    is_candidate = ~_stands_twice(b, block, ids)
+    candidates = np.bincount(block, weights=is_candidate).astype(np.int64)  # how many each block has (blocks,)
+    gets_b_of = _circles(block, is_candidate, _half(candidates, rng), rng)
+    is_exchanged = gets_b_of != np.arange(len(block))
+    has_no_other = candidates[block] == 1  # the only candidate of a block has none to exchange with
+    labels = np.where(is_exchanged, IS_OF_ANOTHER_PAIR, IS_NEXT)
+    labels[~is_candidate | has_no_other] = NO_LABEL
     return _as_pairs(a, b.at(gets_b_of), labels)
 
 
@@ -297,8 +303,15 @@ def _blocks_of_equal_length(a, b, capacity, rng):
         the lengths of A and B      3 + 4    9 + 4    5 + 5    2 + 6
         cut                         3 + 4    6 + 4    5 + 4    2 + 4
 
-    Bs that do not fit beside their own A have blocks of their own: a whole B beside an A that is cut would be the B of
-    another pair more often than not.
+    Bs that are cut to fit beside their own A have blocks of their own: in a block with whole Bs, the cuts would tell
+    labels. If these two pairs shared a block,
+
+        the lengths of A and B      8 + 7    4 + 5
+        cut                         5 + 5    4 + 5
+
+    the first A, which begins inside a sentence, would have its own B, which ends inside a sentence, or after an
+    exchange the whole B of the second pair: this cut A beside a whole B can arise only by an exchange. (A cut A may
+    also have a whole B of its own, as 9 + 4 above: all Bs of its block are whole, and an exchange does not show.)
 
     Returns:
         The segments A, and B, in the order of their blocks; and the number of each pair's block, ascending.
@@ -310,11 +323,11 @@ def _blocks_of_equal_length(a, b, capacity, rng):
     a = a.at(order)
     b_starts = b.starts[order]
     b_length = b_length[order]
-    last_block = max(count // BLOCK_PAIRS - 1, 0)  # it has what is left over, too
+    last_block = max(count // BLOCK_PAIRS - 1, 0)  # the pairs that are left over join it
     block = np.minimum(np.arange(count) // BLOCK_PAIRS, last_block)
-    shortest = np.minimum.reduceat(b_length, _first_of_each(block))[block]
-    a_starts = np.maximum(a.starts, a.ends - (capacity - shortest))
-    return Spans(a_starts, a.ends), Spans(b_starts, b_starts + shortest), block
+    shortest_b = np.minimum.reduceat(b_length, _first_of_each(block))[block]  # of the block of each pair (pairs,)
+    a_starts = np.maximum(a.starts, a.ends - (capacity - shortest_b))
+    return Spans(a_starts, a.ends), Spans(b_starts, b_starts + shortest_b), block
 
 
 def _first_of_each(block):
@@ -346,36 +359,35 @@ def _lengths_that_fit(a, b, capacity):
 
 def _stands_twice(b, block, ids):
     """Whether another B of the same block has the same tokens (pairs,)."""
-    steps = b.lengths()[:, None] * np.arange(COMPARED_TOKENS) // COMPARED_TOKENS
-    keys = ids[b.starts[:, None] + steps].astype(np.int64) @ HASH_FACTORS  # modulo 2**64
-    order = np.lexsort((keys, block))
-    has_same_key = np.diff(keys[order]) == 0  # as the next one in this order
-    is_same = has_same_key & (np.diff(block[order]) == 0)
+    offsets = b.lengths()[:, None] * np.arange(COMPARED_TOKENS) // COMPARED_TOKENS  # in B, of the compared tokens
+    hashes = ids[b.starts[:, None] + offsets].astype(np.int64) @ HASH_FACTORS  # modulo 2**64
+    order = np.lexsort((hashes, block))  # by the block, then by the hash: equal Bs are neighbours
+    is_same_as_next = (np.diff(hashes[order]) == 0) & (np.diff(block[order]) == 0)
     found = np.zeros(len(order), dtype=bool)
-    found[order[:-1][is_same]] = True
-    found[order[1:][is_same]] = True
+    found[order[:-1][is_same_as_next]] = True
+    found[order[1:][is_same_as_next]] = True
     return found
 
 
-def _half(counts, rng):
+def _half(candidates, rng):
     """
-    How many pairs of each block exchange Bs, of these counts of candidates: half of them on average, and never one,
-    which has none to exchange with.
+    How many of the candidates of each block exchange their Bs (blocks,): half of them on average, and never one, which
+    would have no other to exchange with.
 
         candidates   1   2        3        4   5        6   7
         exchange     0   0 or 2   0 or 2   2   2 or 3   3   3 or 4
     """
-    half = (counts + rng.integers(0, 2, len(counts))) // 2
-    none_or_two = 2 * rng.integers(0, 2, len(counts))
-    none_or_two[counts == 1] = 0
+    half = (candidates + rng.integers(0, 2, len(candidates))) // 2  # an odd number is rounded up or down at random
+    none_or_two = 2 * rng.integers(0, 2, len(candidates))
+    none_or_two[candidates == 1] = 0
     return np.where(half == 1, none_or_two, half)
 
 
-def _circles(block, is_left_out, exchanged, rng):
+def _circles(block, is_candidate, circle_size, rng):
     """
     The number of the pair whose B each pair gets (pairs,); its own where it keeps its B.
 
-    The pairs of a block are shuffled, those that are left out last. The first of them, as many as exchange, form a
+    The pairs of a block are shuffled, its candidates first. The first of them, as many as exchange their Bs, form a
     circle: each gets the B of the next one, and the last one that of the first. If three pairs of five exchange:
 
         pairs, shuffled    2 0 4 1 3
@@ -383,16 +395,19 @@ def _circles(block, is_left_out, exchanged, rng):
 
     Args:
         block: the number of each pair's block, ascending (pairs,).
-        is_left_out: whether a pair keeps its B (pairs,).
-        exchanged: how many pairs of each block exchange their Bs (blocks,).
+        is_candidate: whether a pair may exchange its B (pairs,).
+        circle_size: how many pairs of each block exchange their Bs (blocks,).
     """
     count = len(block)
     firsts = _first_of_each(block)
-    shuffled = np.argsort(block + (is_left_out + rng.random(count)) / 2)
+    # The whole part of a number is the block; the fraction is random, below 1/2 for candidates and above for others.
+    sort_numbers = block + (~is_candidate + rng.random(count)) / 2
+    shuffled = np.argsort(sort_numbers)
     place = np.arange(count) - firsts[block]  # in the shuffled block
-    following = np.roll(shuffled, -1)
-    following[place == exchanged[block] - 1] = shuffled[firsts[exchanged > 0]]
-    is_in_circle = place < exchanged[block]
+    is_in_circle = place < circle_size[block]
+    is_last_in_circle = place == circle_size[block] - 1
+    following = np.roll(shuffled, -1)  # the next pair in the shuffled order; ...
+    following[is_last_in_circle] = shuffled[firsts[circle_size > 0]]  # ... after the last of a circle, its first
     gets_b_of = np.arange(count)
     gets_b_of[shuffled[is_in_circle]] = following[is_in_circle]
     return gets_b_of
@@ -434,12 +449,12 @@ def _segments_of_pieces(pieces, capacity, short_seq_prob, rng):
     """Cut each piece into segments of `capacity` tokens; some segments have a random shorter length."""
     starts = [np.zeros(0, dtype=np.int64)]
     ends = [np.zeros(0, dtype=np.int64)]
-    rest = pieces
-    has_random_length = rest.lengths() > capacity  # the first segment of a long piece
+    rest = pieces  # what is not cut yet, of the pieces of which something is left
+    has_random_length = rest.lengths() > capacity  # the first segment of a long piece has, too
     while len(rest.starts):
-        is_short, shorter = rng.random((2, len(rest.starts)))
-        has_random_length |= is_short < short_seq_prob
-        random_length = 1 + (shorter * capacity).astype(np.int64)
+        drawn = rng.random((2, len(rest.starts)))  # two numbers for each piece
+        has_random_length |= drawn[0] < short_seq_prob
+        random_length = 1 + (drawn[1] * capacity).astype(np.int64)
         length = np.where(has_random_length, random_length, capacity)
         segment_ends = np.minimum(rest.starts + length, rest.ends)
         starts.append(rest.starts)

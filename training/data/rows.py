@@ -64,12 +64,17 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def micro_batches(lengths: Sequence[int], most_tokens: int, ranks: Ranks = ALONE) -> list[list[int]]:
+def rows_of_micro_batches(lengths: Sequence[int], most_tokens: int, ranks: Ranks = ALONE) -> list[list[int]]:
     """
     Cut the rows of a step into micro-batches, and return those of one process.
 
     Rows are sorted by length and dealt out to the processes in turn: every process gets about the same work, and the
-    same number of micro-batches. A micro-batch takes rows, longest first, until it is full or has too much padding.
+    same number of micro-batches. A micro-batch takes groups of rows, longest first, until it is full or has too much
+    padding. All rows of a micro-batch are padded to the width of its first.
+
+    Three groups of 16 rows, whose first rows have the widths 128, 120 and 96: after the first group, the second would
+    bring 16 * 8 = 128 tokens of padding, and the third 16 * 32 = 512 more. If 300 tokens of padding are too much, the
+    first two groups are a micro-batch, and the third begins the next one.
 
     Args:
         lengths: tokens in each row.
@@ -86,13 +91,13 @@ def micro_batches(lengths: Sequence[int], most_tokens: int, ranks: Ranks = ALONE
     group_size = _group_size(len(widths), most_tokens // widths[0])
     most_padding = max(LEAST_PADDING, MOST_PADDING * most_tokens)
     starts = [0]  # the first row of each micro-batch
-    padding = 0  # tokens, in the last of them
-    for group in range(group_size, len(widths), group_size):
+    padding = 0  # tokens of padding in the last micro-batch
+    for first in range(group_size, len(widths), group_size):  # the first row of each further group
         width = widths[starts[-1]]
-        padding += (width - widths[group]) * group_size
-        rows_with_group = group + group_size - starts[-1]
+        padding += (width - widths[first]) * group_size
+        rows_with_group = first + group_size - starts[-1]
         if rows_with_group * width > most_tokens or padding > most_padding:
-            starts.append(group)
+            starts.append(first)
             padding = 0
     return [own_rows[start:end] for start, end in itertools.pairwise([*starts, len(widths)])]
 

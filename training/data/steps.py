@@ -38,7 +38,7 @@ class Step(NamedTuple):
     Args:
         micro_batches: dicts of the model's arguments.
         counts: of all micro-batches.
-        cursor: where the pairs of the next step are.
+        cursor: where the pairs of the next step begin.
         words: the words of the text in the step, over all processes (`words_in`).
     """
 
@@ -56,7 +56,7 @@ class DrawnPairs(NamedTuple):
         step: its number, counted from 0.
         stage: the number of its stage, counted from 0.
         pairs: an array of `pairs.PAIR`, over all processes.
-        cursor: where the pairs of the next step are.
+        cursor: where the pairs of the next step begin.
     """
 
     step: int
@@ -71,13 +71,14 @@ class Stage(NamedTuple):
 
     Args:
         first_step, end_step: the first of these steps, counted from 0, and the one after the last.
-        pairs: the pairs of all epochs with this sequence length.
+        epoch_pairs: the pairs of this sequence length, of all epochs.
+        make_batch: makes micro-batches of them.
         pairs_a_step: the number of pairs in a step.
     """
 
     first_step: int
     end_step: int
-    pairs: EpochPairs
+    epoch_pairs: EpochPairs
     make_batch: BatchMaker
     pairs_a_step: int
 
@@ -107,19 +108,19 @@ class TrainingSteps:
         self.ranks = ranks
         self.on_gpu = on_gpu
         self.stages = []
-        begins = run.stages(max_steps)
-        ends = [first_step for first_step, _, _ in begins[1:]] + [max_steps]
-        of_length = {}
-        for (first_step, length, batch_size), end_step in zip(begins, ends, strict=True):
-            if length not in of_length:
-                of_length[length] = _pairs_of_length(run, text, length)
-            pairs, make_batch = of_length[length]
-            pairs_a_step = run.pairs_a_step(batch_size, length)
-            self.stages.append(Stage(first_step, end_step, pairs, make_batch, pairs_a_step))
+        planned_stages = run.stages(max_steps)
+        ends = [planned.first_step for planned in planned_stages[1:]] + [max_steps]
+        of_length = {}  # the pairs and the `BatchMaker` of each sequence length; several stages may share them
+        for planned, end_step in zip(planned_stages, ends, strict=True):
+            if planned.length not in of_length:
+                of_length[planned.length] = _pairs_of_length(run, text, planned.length)
+            epoch_pairs, make_batch = of_length[planned.length]
+            pairs_a_step = run.pairs_a_step(planned.batch_size, planned.length)
+            self.stages.append(Stage(planned.first_step, end_step, epoch_pairs, make_batch, pairs_a_step))
 
     def check_place(self, done: int, cursor: Cursor, words: float) -> None:
         """
-        Check where a run stands that goes on, which its checkpoint says and anybody could have changed there.
+        Check where a resumed run stands: its checkpoint says so, and anybody could have changed that file.
 
         Args:
             done: the steps that are done, at least one.
@@ -129,18 +130,17 @@ class TrainingSteps:
         Raises:
             ValueError: no run can have come there in `done` steps.
         """
-        pairs_taken = 0  # with the length of the last stage that has begun
+        begun = [stage for stage in self.stages if stage.first_step < done]
+        most_taken = 0  # of the pairs from `START` on: fewer if a stage with a new length began there anew
         most_tokens = 0
-        for stage in self.stages:
-            if stage.first_step >= done:
-                break
-            pairs = (min(done, stage.end_step) - stage.first_step) * stage.pairs_a_step
-            pairs_taken += pairs
-            most_tokens += pairs * stage.pairs.length
-            last = stage
-        if not last.pairs.has(cursor, pairs_taken):
+        for stage in begun:
+            pairs_of_stage = (min(done, stage.end_step) - stage.first_step) * stage.pairs_a_step
+            most_taken += pairs_of_stage
+            most_tokens += pairs_of_stage * stage.epoch_pairs.length
+        stage_of_cursor = begun[-1]
+        if not stage_of_cursor.epoch_pairs.has(cursor, most_taken):
             raise ValueError(f"the text has no pairs at the place {list(cursor)}")
-        corpus = last.make_batch.tokens
+        corpus = stage_of_cursor.make_batch.corpus
         words_of_documents = np.diff(corpus.words_before)
         tokens_of_documents = np.diff(corpus.first_tokens(np.arange(len(corpus) + 1)))
         most_words = most_tokens * (words_of_documents / tokens_of_documents).max()
@@ -156,18 +156,18 @@ class TrainingSteps:
             cursor: the `Step.cursor` of the step before.
         """
         for number, stage in enumerate(self.stages):
-            has_new_pairs = number > 0 and stage.pairs is not self.stages[number - 1].pairs  # of another length
+            has_new_length = number > 0 and stage.epoch_pairs is not self.stages[number - 1].epoch_pairs
             for step in range(max(start, stage.first_step), stage.end_step):
-                if has_new_pairs and step == stage.first_step:
+                if has_new_length and step == stage.first_step:
                     cursor = START
-                pairs, cursor = stage.pairs.take(cursor, stage.pairs_a_step)
+                pairs, cursor = stage.epoch_pairs.take(cursor, stage.pairs_a_step)
                 yield DrawnPairs(step, number, pairs, cursor)
 
     def make(self, drawn: DrawnPairs) -> Step:
         """The step that is made of what `draw` yields; worker processes call this."""
         run = self.run
         make_batch = self.stages[drawn.stage].make_batch
-        first_share, last_share = run.mlm_probabilities()
+        first_share, last_share = run.mlm_probabilities()  # of tokens to predict, in the first and in the last step
         share = first_share + (last_share - first_share) * drawn.step / max(self.max_steps - 1, 1)
         micro_batches = list(batches(make_batch, drawn.pairs, run.most_tokens(), self.ranks, run.packing, share))
         counts = counts_of(micro_batches)
@@ -176,9 +176,10 @@ class TrainingSteps:
             counts = counts._replace(padded_tokens=counts.tokens)  # no padding is computed
         elif self.on_gpu:
             for batch in micro_batches:
-                if "sequence_ids" in batch or bool(batch["attention_mask"].all()):
+                is_packed = "sequence_ids" in batch  # sequence ids mask padding, too
+                if is_packed or bool(batch["attention_mask"].all()):
                     del batch["attention_mask"]
-        return Step(micro_batches, counts, drawn.cursor, words_in(make_batch.tokens, drawn.pairs))
+        return Step(micro_batches, counts, drawn.cursor, words_in(make_batch.corpus, drawn.pairs))
 
     def walk(self, start: int = 0, cursor: Cursor = START) -> Iterator[Step]:
         """Yield the steps from `start` on, as `draw` has them."""
@@ -189,19 +190,25 @@ class TrainingSteps:
         """How often the steps of the run go through the text: 1 for one epoch."""
         epochs = 0.0
         for stage in self.stages:
-            pairs = (stage.end_step - stage.first_step) * stage.pairs_a_step
-            epochs += pairs / stage.pairs.pairs_in_an_epoch()
+            pairs_of_stage = (stage.end_step - stage.first_step) * stage.pairs_a_step
+            epochs += pairs_of_stage / stage.epoch_pairs.pairs_in_an_epoch()
         return epochs
 
 
 def _pairs_of_length(run, text, length):
     """The `EpochPairs` of a sequence length, one of which has a token to predict, and the `BatchMaker` for them."""
-    pairs = EpochPairs(text.train, run, length, text.corpus_name)
+    epoch_pairs = EpochPairs(text.train, run, length, text.corpus_name)
     make_batch = BatchMaker(text.train, text.tokenizer, run, length)
-    _, cursor = pairs.take(START, 1)
-    windows = itertools.islice(pairs.parts(cursor.epoch), MOST_EMPTY_WINDOWS)
-    first_with_target(make_batch, windows, pairs.name)
-    return pairs, make_batch
+    _check_has_target(epoch_pairs, make_batch)
+    return epoch_pairs, make_batch
+
+
+def _check_has_target(epoch_pairs, make_batch):
+    """Raise `UserError` if no pair can be made, or the first windows with pairs have no token to predict."""
+    # Raises if there is no pair. Else the cursor behind the first one stands in the first epoch with a pair.
+    _, behind_first = epoch_pairs.take(START, 1)
+    windows = itertools.islice(epoch_pairs.parts(behind_first.epoch), MOST_EMPTY_WINDOWS)
+    first_with_target(make_batch, windows, epoch_pairs.name)  # raises if there is no token to predict
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -237,10 +244,10 @@ def steps_ahead(
                 return
             if isinstance(item, Step):
                 yield item
-            if isinstance(item, BaseException) and not ahead.exit_codes():
-                raise item
-            # After an error, too: PyTorch's own, of a worker that was killed, says less than this one.
+            # Before the thread's error is raised: PyTorch's, of a worker that was killed, says less than this one.
             ahead.check_workers()
+            if isinstance(item, BaseException):
+                raise item
     finally:
         ahead.close()
         if handler:
@@ -278,20 +285,18 @@ class _StepsAhead:
         except queue.Empty:
             return NOTHING_YET
 
-    def exit_codes(self) -> list[int]:
-        """Those of the workers that have ended otherwise than by themselves: negative after a signal."""
-        return [worker.exitcode for worker in self._workers if worker.exitcode]
-
     def check_workers(self) -> None:
         """
         Raise `UserError` if a worker has ended early.
 
         A worker that was killed while it sent a step leaves the thread waiting for the rest of the step.
         """
-        for code in self.exit_codes():
+        for worker in self._workers:
+            if not worker.exitcode:  # None while it runs, 0 if it has ended by itself
+                continue
             how = "it was killed, perhaps because memory ran out"
-            if code > 0:
-                how = f"exit code {code}; read what it has said above"
+            if worker.exitcode > 0:  # negative after a signal
+                how = f"exit code {worker.exitcode}; read what it has said above"
             raise UserError(
                 f"a process that makes batches has ended: {how}; --dataloader_num_workers 0 uses no such process; "
                 f"{GO_ON}"
@@ -323,10 +328,13 @@ class _StepsAhead:
         """
         The steps: the thread draws the pairs of each step, and makes it or sends the pairs to a worker.
 
+        The workers of a `DataLoader` call `dataset[item]` for each item of its sampler. Here the items are what `draw`
+        yields, and `dataset[item]` makes the step.
+
         Steps come back as NumPy arrays: PyTorch would send each tensor through shared memory with a file descriptor of
         its own, which took twice as long as making the batch.
         """
-        others = active_children()
+        other_processes = active_children()
         loader = DataLoader(
             _MadeOnDemand(self._steps),
             batch_size=None,
@@ -339,7 +347,8 @@ class _StepsAhead:
             generator=torch.Generator(),
         )
         made = iter(loader)
-        self._workers += [process for process in active_children() if process not in others]
+        # `DataLoader` has no public list of the workers that it has started.
+        self._workers += [process for process in active_children() if process not in other_processes]
         for step in made:
             micro_batches = [on_each(torch.from_numpy, batch) for batch in step.micro_batches]
             if self._steps.on_gpu:  # a GPU reads pinned memory while it computes
@@ -348,7 +357,7 @@ class _StepsAhead:
 
 
 class _MadeOnDemand(Dataset):
-    """The steps for a `DataLoader`, which asks for each by what `TrainingSteps.draw` yields, in its workers."""
+    """A dataset whose items are steps: `self[drawn]` makes the step of what `TrainingSteps.draw` has yielded."""
 
     def __init__(self, steps):
         self.steps = steps

@@ -15,29 +15,40 @@ def without_padding(batch: dict[str, torch.Tensor], max_length: int) -> dict:
     """
     A micro-batch as one row with all its sequences, for a model whose attention is `VARLEN`.
 
+    Two rows, the first packed with two sequences (C is a [CLS], - is padding), and the one row that they become:
+
+        two rows                            C a a C b -    C d d d - -
+        one row                             C a a C b C d d d
+        the place of each token in it       0 1 2 3 4 5 6 7 8
+        `starts`, the places of the [CLS]   0 3 5
+
     Args:
         batch: the model's arguments for padded or packed rows (B, T), on the CPU.
-            `attention_mask` may be left out where there is no padding.
+            `attention_mask` may be left out where there is no padding, or `sequence_ids` mark it.
         max_length: the most tokens of a sequence in the run: a constant, for which nothing is compiled anew.
 
     Returns:
         The model's arguments for the one row (1, T'), and the keyword arguments of `varlen_attention`.
     """
     ids = batch["input_ids"]
-    # The number, in its row, of each token's sequence, counted from 1; 0 for padding.
-    sequence = batch.get("sequence_ids", batch.get("attention_mask", torch.ones_like(ids)))
-    is_real = sequence != 0
+    if "sequence_ids" in batch:
+        is_real = batch["sequence_ids"] != 0  # the sequences of a packed row are numbered from 1
+    elif "attention_mask" in batch:
+        is_real = batch["attention_mask"] != 0
+    else:
+        is_real = torch.ones_like(ids, dtype=torch.bool)
     column = torch.arange(ids.shape[1]).expand_as(ids)
-    place_in_sequence = batch.get("position_ids", column)[is_real]
-    starts = (place_in_sequence == 0).nonzero().squeeze(1)  # (S,), the place of each sequence's [CLS] in the one row
+    position = batch.get("position_ids", column)[is_real]  # of each token in its sequence (T',)
+    starts = (position == 0).nonzero().squeeze(1)  # (S,)
     is_slot = batch["labels"] != -100
-    is_slot[0, 0] |= not is_slot.any()  # attention fails without a query
-    place_in_row = is_real.flatten().cumsum(0).view_as(ids) - 1  # of each token in the one row
-    masked_positions = place_in_row.gather(1, batch["masked_positions"])[is_slot]
-    row = {
+    if not is_slot.any():
+        is_slot[0, 0] = True  # attention fails without a query
+    place = is_real.flatten().cumsum(0).view_as(ids) - 1  # of each token in the one row (B, T); not read of padding
+    masked_positions = place.gather(1, batch["masked_positions"])[is_slot]
+    arguments = {
         "input_ids": batch["input_ids"][is_real][None],
         "token_type_ids": batch["token_type_ids"][is_real][None],
-        "position_ids": place_in_sequence[None],
+        "position_ids": position[None],
         "masked_positions": masked_positions[None],
         "labels": batch["labels"][is_slot][None],
     }
@@ -45,11 +56,11 @@ def without_padding(batch: dict[str, torch.Tensor], max_length: int) -> dict:
     if "next_sentence_label" in batch:
         labels = batch["next_sentence_label"]
         if "sequence_ids" in batch:  # a row may have fewer sequences than there are slots for labels
-            sequences_in_row = sequence.max(dim=1, keepdim=True).values
+            sequences_in_row = batch["sequence_ids"].max(dim=1, keepdim=True).values
             labels = labels[torch.arange(labels.shape[1]) < sequences_in_row]
-        row |= {"cls_positions": starts[None], "next_sentence_label": labels[None]}
+        arguments |= {"cls_positions": starts[None], "next_sentence_label": labels[None]}
         read_by_heads = torch.cat([starts, masked_positions])
-    return row | _arguments_of_attention(starts, len(place_in_sequence), read_by_heads, max_length)
+    return arguments | _arguments_of_attention(starts, len(position), read_by_heads, max_length)
 
 
 def _arguments_of_attention(starts, tokens, read_by_heads, max_length):
@@ -66,11 +77,12 @@ def _arguments_of_attention(starts, tokens, read_by_heads, max_length):
 
     Args:
         starts: the place of each sequence's first token (S,).
-        tokens: their number in all.
+        tokens: the number of tokens in the one row.
         read_by_heads: the places of the tokens that a head reads (Q,).
     """
-    number = torch.bucketize(read_by_heads, starts, right=True)  # of the sequence, counted from 1
-    reads_in_sequence = number.bincount(minlength=len(starts) + 1)  # 0 at first, for a sequence 0 that is none
+    sequence = torch.bucketize(read_by_heads, starts, right=True)  # of each token, counted from 1: 1 2 1 1 2 above
+    # How many are read in each sequence, 0 3 2 above: none in a sequence 0, so that their sums begin with 0.
+    reads_in_sequence = sequence.bincount(minlength=len(starts) + 1)  # (S + 1,)
     order = read_by_heads.argsort()
     return {
         "cu_seq_lens_k": F.pad(starts, (0, 1), value=tokens).int(),  # (S + 1,)
@@ -112,9 +124,10 @@ def varlen_attention(
     """
     if kwargs.get("dropout"):
         raise ValueError("attention without padding has no dropout; set attention_probs_dropout_prob to 0")
-    # The last block computes the tokens that heads read alone. They are fewer than all tokens: no head reads a [SEP].
-    is_of_all = query.shape[2] == key.shape[2]
-    if is_of_all:
+    # The last block of the model computes queries for the tokens that a head reads, the others for all tokens. It is
+    # recognized by its fewer queries: no head reads a [SEP], so that they are always fewer.
+    has_all_queries = query.shape[2] == key.shape[2]
+    if has_all_queries:
         query_ends = cu_seq_lens_k
     else:
         query_ends = cu_seq_lens_q
@@ -126,7 +139,7 @@ def varlen_attention(
         key_sequence = _sequence_of_each(key, cu_seq_lens_k)
         is_same = query_sequence[:, None] == key_sequence  # (Q, T)
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=is_same).transpose(1, 2)
-    return output if is_of_all else output[:, query_places], None
+    return output if has_all_queries else output[:, query_places], None
 
 
 def _nvidia_kernel(query, key, value, query_ends, key_ends, max_length):

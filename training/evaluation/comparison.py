@@ -19,15 +19,15 @@ from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.evaluation.masked_models import MaskedModel
 
 
-class Figure(NamedTuple):
+class TableFigure(NamedTuple):
     """
-    A figure on a text, in a table.
+    A figure on a text, in the two tables of this file.
 
     Args:
-        label: in the table of models.
-        name: in the result of `text.evaluate_text` or `text.pseudo_perplexity`.
+        label: its line in the table of models.
+        name: its key in the result of `text.evaluate_text` or `text.pseudo_perplexity`.
         format: of its number.
-        column: in the table of runs; None for a figure that this table has not.
+        column: its column in the table of runs; None for a figure that this table leaves out.
     """
 
     label: str
@@ -36,30 +36,30 @@ class Figure(NamedTuple):
     column: str | None = None
 
 
-def _figures_on_a_text() -> list[Figure]:
+def _figures_on_a_text() -> list[TableFigure]:
     """The figures on a text, in the order of the tables."""
     figures = [
-        Figure("characters in [UNK]", "unknown_share", ".1%"),
-        Figure("MLM loss (nats a token)", "mlm_loss", ".3f", "MLM loss"),
-        Figure("MLM perplexity", "perplexity", ",.1f"),
-        Figure("MLM accuracy", "mlm_accuracy", ".1%", "MLM accuracy"),
-        Figure("MLM top-5 accuracy", "mlm_top_5_accuracy", ".1%"),
-        Figure("masked tokens", "masked_tokens", ",d"),
+        TableFigure("characters in [UNK]", "unknown_share", ".1%"),
+        TableFigure("MLM loss (nats a token)", "mlm_loss", ".3f", "MLM loss"),
+        TableFigure("MLM perplexity", "perplexity", ",.1f"),
+        TableFigure("MLM accuracy", "mlm_accuracy", ".1%", "MLM accuracy"),
+        TableFigure("MLM top-5 accuracy", "mlm_top_5_accuracy", ".1%"),
+        TableFigure("masked tokens", "masked_tokens", ",d"),
     ]
     tasks = list(PAIR_TASKS.values())
     for task in tasks:
-        figures.append(Figure(f"{task.short} loss", f"{task.key}_loss", ".3f"))
+        figures.append(TableFigure(f"{task.short} loss", f"{task.key}_loss", ".3f"))
     for task in tasks:
-        figures.append(Figure(f"{task.short} accuracy", f"{task.key}_accuracy", ".1%", f"{task.short} accuracy"))
+        figures.append(TableFigure(f"{task.short} accuracy", f"{task.key}_accuracy", ".1%", f"{task.short} accuracy"))
     for task in tasks:
-        figures.append(Figure(f"{task.short}, one segment alone", f"{task.key}_one_segment_accuracy", ".1%"))
+        figures.append(TableFigure(f"{task.short}, one segment alone", f"{task.key}_one_segment_accuracy", ".1%"))
     figures += [
-        Figure("pairs", "pairs", ",d"),
-        Figure("single segments", "sequences", ",d"),
-        Figure("pseudo-perplexity of a word", "pseudo_perplexity", ",.1f", "pseudo-perplexity of a word"),
-        Figure("  its sentences", "pppl_sentences", ",d"),
-        Figure("  their words without [UNK]", "pppl_words", ",d"),
-        Figure("  the tokens of these words", "pppl_tokens", ",d"),
+        TableFigure("pairs", "pairs", ",d"),
+        TableFigure("single segments", "sequences", ",d"),
+        TableFigure("pseudo-perplexity of a word", "pseudo_perplexity", ",.1f", "pseudo-perplexity of a word"),
+        TableFigure("  its sentences", "pppl_sentences", ",d"),
+        TableFigure("  their words without [UNK]", "pppl_words", ",d"),
+        TableFigure("  the tokens of these words", "pppl_tokens", ",d"),
     ]
     return figures
 
@@ -116,7 +116,7 @@ def lines_on_a_text(texts: list[dict]) -> list[Line]:
     return lines
 
 
-def _cell(figure: Figure, text: dict) -> str:
+def _cell(figure: TableFigure, text: dict) -> str:
     """The figure of a model; a dash if it has none."""
     return format(text[figure.name], figure.format) if figure.name in text else "-"
 
@@ -206,12 +206,12 @@ def table_of_runs(models: Sequence[MaskedModel], results: list[dict]) -> list[di
         For each row `runs`, the model's name, or what the names of several runs have in common; `seeds`, how many runs
         they are; and of each figure the mean, and the standard deviation (n - 1) if there are several seeds.
     """
-    groups: dict[object, dict[object, MeasuredRun]] = {}
+    groups: dict[object, dict[object, MeasuredRun]] = {}  # for each row the runs, by their seeds
     for number, (model, name, measured) in enumerate(zip(models, names_apart(models), results, strict=True)):
         metrics = read_record(Path(model.name, card.METRICS_FILE), Metrics, allow_nan=True)
         seed = model.record.get("run", {}).get("seed")
         is_finished_run = "run" in model.record and bool(metrics)
-        group = identity_but_seed(model) if is_finished_run else number
+        group = identity_but_seed(model) if is_finished_run else number  # a number: a row of its own
         if seed in groups.get(group, {}):
             group = number  # the same run again is no further seed
         groups.setdefault(group, {})[seed] = MeasuredRun(name, {**measured, "run": metrics})
@@ -257,7 +257,7 @@ def _row_of(runs: list[MeasuredRun]) -> dict:
 
 
 def _name_of(names: list[str]) -> str:
-    """What the names of runs have in common, without a number at its end; all names if it is nothing."""
+    """The beginning that the names of runs share, without a number at its end; all names if they share none."""
     if len(names) == 1:
         return names[0]
     in_common = re.sub(r"[-_. ]*\d*$", "", os.path.commonprefix(names))
@@ -271,7 +271,7 @@ def as_markdown(table: list[dict], results: list[dict], notes: Sequence[str]) ->
     Args:
         table: of `table_of_runs`.
         results: of each model what `evaluate` has measured.
-        notes: what is not to be compared.
+        notes: of `evaluate.notes_on`.
     """
     columns = [column for column in columns_of(results[0]) if any(column.label in row for row in table)]
     lines = [

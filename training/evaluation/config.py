@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from d2l_bert.options import BATCHES, MACHINE, OUTPUT, SENTENCES, TEXT, option
+from d2l_bert.options import BATCHES, MACHINE, OUTPUT, SENTENCES, TEXT, PathOption, option
 from d2l_bert.tokenization.config import SourceConfig
 
 
@@ -85,7 +85,7 @@ class EvaluateConfig(SourceConfig):
         within="[0, 2147483647]",
     )
 
-    blimp: str | None = option(
+    blimp: PathOption | None = option(
         None,
         "BLiMP's minimal pairs: a folder with its JSONL files, or hub for nyu-mll/blimp",
         SENTENCES,
@@ -99,7 +99,7 @@ class EvaluateConfig(SourceConfig):
         SENTENCES,
     )
 
-    line_scores: str | None = option(
+    line_scores: PathOption | None = option(
         None,
         "print how likely each line of this file is: mean of a token, sum, mean of a word (nats), share of [UNK], "
         "number of the line, line; by one model",
@@ -118,7 +118,7 @@ class EvaluateConfig(SourceConfig):
 
     batch_tokens: int = option(4096, "about the most tokens in a batch", MACHINE, within="[1, 16777216]")
 
-    output: str | None = option(
+    output: PathOption | None = option(
         None,
         "new file: .json for all figures; .md or .csv for a table of runs, in which those that differ in their seed "
         "alone are one row",

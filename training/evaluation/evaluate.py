@@ -36,13 +36,20 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
         config: what to evaluate them on, and where to write the figures.
 
     Returns:
-        The content of the file `config.output`: `versions`, `options`, with those of the rows as they were for all
-        models, `text` (the text's name), `models` and `notes` (`notes_on`). Each model has its `model` (the name
-        given), `class`, `parameters`, and as far as they were asked for `text` (`text.evaluate_text`) and `blimp`
-        (`minimal_pairs.blimp_results`, with `score`, with `name`, that of the folder, and with `title`, as of
-        `minimal_pairs.name_of_pairs`), each with `unknown_share`, the share of its characters in `[UNK]` (of a text,
-        in a sample of `SAMPLED_CHARACTERS`).
-        None for the scores of lines, and in all processes but the main one.
+        None for the scores of lines, and in all processes but the main one. Else the content of the file
+        `config.output`:
+
+        - `versions`;
+        - `options`, with those of the rows as they were for all models;
+        - `text`: the text's name;
+        - `models`: of each its `model` (the name given), `class`, `parameters`, and as far as they were asked for
+            - `text`, the figures of `text.evaluate_text`;
+            - `blimp`, those of `minimal_pairs.blimp_results`, with `score`, the folder's `name`, and `title`
+              (`minimal_pairs.name_of_pairs`).
+
+          Each of both has `unknown_share`, the share of its characters in `[UNK]`; of a text, in a sample of
+          `SAMPLED_CHARACTERS`;
+        - `notes`, as of `notes_on`.
 
     Raises:
         UserError: something that the user can fix, in one line.
@@ -112,7 +119,7 @@ class Text:
     Args:
         name: of its sources.
         part: the documents.
-        options: of the rows but the objective, for all models.
+        options: those of the rows, for all models; only the objective may be another for each model.
         sentences: a sample for pseudo-perplexity.
     """
 
@@ -130,25 +137,25 @@ def compare(models: Sequence[MaskedModel], config: EvaluateConfig, accelerator: 
         As `evaluate`; every process gets it.
     """
     pairs = prepare_pairs(models, config) if config.blimp else None
-    read = prepare_text(models, config) if config.has_text() else None
+    given_text = prepare_text(models, config) if config.has_text() else None
     results = []
     for number, model in enumerate(models):
         model.to(accelerator.device)
         figures = {"model": model.name, "class": type(model.model).__name__, "parameters": model.parameter_count}
-        if read:
-            figures["text"] = on_text(model, read, config, accelerator)
+        if given_text:
+            figures["text"] = on_text(model, given_text, config, accelerator)
         if pairs:
             figures["blimp"] = on_pairs(model, pairs, pairs.encoded[number], config, accelerator)
         results.append(figures)
         model.to("cpu")
     options = dataclasses.asdict(config)
-    if read:
-        options |= {name: getattr(read.options, name) for name in text.ROW_OPTIONS}
+    if given_text:
+        options |= {name: getattr(given_text.options, name) for name in text.ROW_OPTIONS}
     libraries = ("d2l-bert", "torch", "transformers", "tokenizers")
     return {
         "versions": {name: importlib.metadata.version(name) for name in libraries},
         "options": options,
-        "text": read.name if read else None,
+        "text": given_text.name if given_text else None,
         "models": results,
         "notes": notes_on(models, results),
     }
@@ -191,13 +198,14 @@ def prepare_text(models: Sequence[MaskedModel], config: EvaluateConfig) -> Text:
     """
     with processes.together():
         options = text.options_for_all(models, config)
-        of_held_out = next((model for model in models if model.record), models[0])
-        if config.held_out and not of_held_out.record:
+        # With `held_out`, the run of the first model that has a record says which documents are read.
+        with_record = next((model for model in models if model.record), models[0])
+        if config.held_out and not with_record.record:
             raise messages.UserError(
                 f"{models[0].name}: no run_config.json says which documents its run held out; leave held_out out, or "
                 f"name a model of pretrain first"
             )
-        name, part = processes.main_first(text.read_text, config, of_held_out)
+        name, part = processes.main_first(text.read_text, config, with_record)
         sentences = text.sample_sentences(part, config.pppl_sentences, models, options.max_seq_length)
         if config.pppl_sentences and not sentences:
             logger.warning(
@@ -207,12 +215,12 @@ def prepare_text(models: Sequence[MaskedModel], config: EvaluateConfig) -> Text:
     return Text(name, part, options, sentences)
 
 
-def on_text(model: MaskedModel, read: Text, config: EvaluateConfig, accelerator: Accelerator) -> dict:
+def on_text(model: MaskedModel, given_text: Text, config: EvaluateConfig, accelerator: Accelerator) -> dict:
     """The figures of a model on the text, pseudo-perplexity last."""
     with processes.together():
-        figures = text.evaluate_text(model, read.name, read.part, config, read.options, accelerator)
-    if read.sentences:
-        figures |= text.pseudo_perplexity(model, read.sentences, config, accelerator)
+        figures = text.evaluate_text(model, given_text.name, given_text.part, config, given_text.options, accelerator)
+    if given_text.sentences:
+        figures |= text.pseudo_perplexity(model, given_text.sentences, config, accelerator)
     return figures
 
 
@@ -239,7 +247,7 @@ def on_pairs(
 
 def notes_on(models: Sequence[MaskedModel], results: Sequence[dict]) -> list[str]:
     """
-    In what the figures of several models on a text are of different things, and so not to be compared.
+    A sentence for each reason why figures of several models on a text cannot be compared.
 
     Args:
         results: of each model what `compare` has measured.

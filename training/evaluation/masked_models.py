@@ -15,11 +15,11 @@ from d2l_bert.messages import UserError, reading_model
 from d2l_bert.modeling import conversion, loading
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForPreTrainingOutput
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.tokenization.wordpiece import plain_backend, text_backend
+from d2l_bert.tokenization.wordpiece import literal_json, literal_tokenizer
 
 
-# The types of models that are pretrained with a head for pairs beside the MLM head; and the names
-# of the weights of that head.
+# The types of models that are pretrained with a head for pairs beside the MLM head; and what the names of the weights
+# of that head contain.
 TYPES_WITH_PAIR_HEAD = ("d2l-bert", "bert", "albert", "big_bird", "fnet", "megatron-bert", "mobilebert")
 PAIR_HEAD = re.compile(r"pooler|seq_relationship|sop_classifier|^nsp\.")
 
@@ -31,12 +31,15 @@ class MaskedModel(torch.nn.Module):
     The model gets a head for pairs if its type has one, and the checkpoint has its weights. A d2l-bert model computes
     the MLM head at the masked positions only; a stock model everywhere.
 
-    `record` is the content of the model's `run_config.json`, empty if it has none; `task` the task of the head for
-    pairs, or None; `most_positions` the length of the longest input; `parameter_count` is without a head that the
-    checkpoint lacks; `backend` the tokenizer for single sentences, in which a "[MASK]" is text.
-
     Args:
         name: a folder or an id on the Hub.
+
+    Attributes:
+        record: the content of the model's `run_config.json`, empty if it has none.
+        task: the task of the head for pairs; None without such a head.
+        most_positions: the length of the longest input.
+        parameter_count: how many parameters the model has, without a head that the checkpoint lacks.
+        backend: the tokenizer for single sentences, in which a "[MASK]" is text.
 
     Raises:
         UserError: the model cannot be read, is no masked language model, or has weights that are missing or not
@@ -53,12 +56,12 @@ class MaskedModel(torch.nn.Module):
         auto_class = AutoModelForPreTraining if has_both else AutoModelForMaskedLM
         self.model, self.tokenizer, missing = loading.load_pretrained(auto_class, name, PAIR_HEAD.search)
         self.parameter_count = sum(part.numel() for name, part in self.model.named_parameters() if name not in missing)
-        self.eval()  # of this module, too: what restores a module's mode would else turn dropout on
+        self.eval()  # this module, too: code that restores its mode later would else turn dropout on
         if self.tokenizer.mask_token_id is None:
             raise UserError(
                 f"{name}: its tokenizer has no mask token; put back the tokenizer that the model was trained with"
             )
-        self.backend = plain_backend(text_backend(self.tokenizer))
+        self.backend = literal_tokenizer(literal_json(self.tokenizer))
         self.most_positions = conversion.longest_input(self.model.base_model, self.tokenizer)
         self._arguments = set(inspect.signature(self.model.forward).parameters)
         if getattr(config, "type_vocab_size", None) == 1:
@@ -80,7 +83,7 @@ class MaskedModel(torch.nn.Module):
             masked_positions: the positions to predict (B, P).
             attention_mask: 1 for a real token, 0 for padding (B, T); None if no row has padding.
             token_type_ids: 0 in segment A, 1 in segment B (B, T). Models without segments do not get them.
-            _: the labels, which the batches of training have.
+            _: the labels, which the batches of training have; they are not read.
 
         Returns:
             `prediction_logits` (B, P, V), and `seq_relationship_logits` (B, 2) of the head for pairs, or None.

@@ -32,7 +32,7 @@ class MinimalPair(NamedTuple):
         phenomenon: what the paradigm belongs to, in BLiMP `linguistics_term`, such as `island_effects`; of pairs
             without one that of BLiMP's paradigm by their `UID`, or the paradigm itself.
         good, bad: the grammatical and the ungrammatical sentence.
-        has_uid: whether they name their paradigm themselves: a file may have the name of any.
+        has_uid: whether their row names the paradigm. Else its file does, which may have any name.
     """
 
     paradigm: str
@@ -40,6 +40,21 @@ class MinimalPair(NamedTuple):
     good: str
     bad: str
     has_uid: bool = True
+
+
+class PairRow(NamedTuple):
+    """
+    A row that should hold a minimal pair.
+
+    Args:
+        place: where it stands, for messages.
+        cells: its values, by the names of the columns.
+        paradigm: the name of its paradigm, if the cells name none.
+    """
+
+    place: str
+    cells: dict
+    paradigm: str
 
 
 def read_blimp(place: str) -> list[MinimalPair]:
@@ -56,13 +71,13 @@ def read_blimp(place: str) -> list[MinimalPair]:
     is_on_hub = place == FROM_HUB and not Path(place).exists()
     pairs = []
     phenomena = {}  # by the paradigm
-    for where, row, name in _hub_rows() if is_on_hub else _folder_rows(place):
-        pair = _pair_of(where, row, name)
+    for row in _hub_rows() if is_on_hub else _folder_rows(place):
+        pair = _pair_of(row)
         before = phenomena.setdefault(pair.paradigm, pair.phenomenon)
         if pair.phenomenon != before:
             raise UserError(
-                f"{where}: {pair.paradigm!r:.100} belongs to {pair.phenomenon!r:.100} here, and to {before!r:.100} "
-                f"before; write one linguistics_term for each UID"
+                f"{row.place}: {pair.paradigm!r:.100} belongs to {pair.phenomenon!r:.100} here, and to "
+                f"{before!r:.100} before; write one linguistics_term for each UID"
             )
         pairs.append(pair)
     if not pairs:
@@ -72,23 +87,17 @@ def read_blimp(place: str) -> list[MinimalPair]:
     return sorted(pairs, key=lambda pair: pair.paradigm)
 
 
-def _pair_of(where: str, row: dict, name: str) -> MinimalPair:
-    """
-    The pair in a row.
-
-    Args:
-        where: the place of the row, for messages.
-        name: of its paradigm, if the row has none.
-    """
-    good = row.get("sentence_good")
-    bad = row.get("sentence_bad")
+def _pair_of(row: PairRow) -> MinimalPair:
+    """The pair in a row."""
+    good = row.cells.get("sentence_good")
+    bad = row.cells.get("sentence_bad")
     for sentence in (good, bad):
         if not isinstance(sentence, str) or not sentence.strip():
-            raise UserError(f"{where}: no sentence_good, or no sentence_bad; each line of BLiMP has both")
-    has_uid = bool(row.get("UID"))
-    paradigm = str(row["UID"]) if has_uid else name
+            raise UserError(f"{row.place}: no sentence_good, or no sentence_bad; each line of BLiMP has both")
+    has_uid = bool(row.cells.get("UID"))
+    paradigm = str(row.cells["UID"]) if has_uid else row.paradigm
     known = PHENOMENON_OF.get(paradigm) if has_uid else None
-    phenomenon = str(row.get("linguistics_term") or known or paradigm)
+    phenomenon = str(row.cells.get("linguistics_term") or known or paradigm)
     return MinimalPair(paradigm, phenomenon, good, bad, has_uid)
 
 
@@ -108,8 +117,8 @@ def name_of_pairs(pairs: Sequence[MinimalPair], place: str) -> str:
     return f"minimal pairs of {folders.base_name(place)}"
 
 
-def _folder_rows(place: str) -> Iterator[tuple[str, dict, str]]:
-    """Yield for each row of a folder's files its place, the row, and the name of a paradigm that has none."""
+def _folder_rows(place: str) -> Iterator[PairRow]:
+    """The rows of a folder's files; a paradigm without a name has that of its file."""
     memory = tables.Memory()
     for file in sorted(Path(place).glob("[!.]*")):
         if tables.suffix_unpacked(file) == ".jsonl":
@@ -117,19 +126,20 @@ def _folder_rows(place: str) -> Iterator[tuple[str, dict, str]]:
                 raise UserError(f"{file}: is no regular file; take it out")
             with explained(file, "", *READ_ERRORS):
                 rows = memory.hold(tables.table_rows(file))
-            yield from ((f"{file}, {line}", row, file.name.partition(".")[0]) for line, row in rows)
+            for line, cells in rows:
+                yield PairRow(f"{file}, {line}", cells, file.name.partition(".")[0])
 
 
-def _hub_rows() -> Iterator[tuple[str, dict, str]]:
-    """As `_folder_rows`, of the data set on the Hub."""
+def _hub_rows() -> Iterator[PairRow]:
+    """The rows of the data set on the Hub, which has a configuration for each paradigm."""
     import datasets
 
     with hub_datasets.dataset_errors(
         HUB_DATASET, f"give --blimp a folder with BLiMP's JSONL files instead of {FROM_HUB}"
     ):
         for config in datasets.get_dataset_config_names(HUB_DATASET):
-            for number, row in enumerate(datasets.load_dataset(HUB_DATASET, config, split="train"), 1):
-                yield f"{HUB_DATASET} {config}, row {number}", row, config
+            for number, cells in enumerate(datasets.load_dataset(HUB_DATASET, config, split="train"), 1):
+                yield PairRow(f"{HUB_DATASET} {config}, row {number}", cells, config)
 
 
 def sentences_of(pairs: Sequence[MinimalPair]) -> list[str]:

@@ -37,7 +37,7 @@ class EncodedSentences:
     Sentences as a model reads them, each different sequence of ids once.
 
     Args:
-        numbers: for each sentence that was given, the index of its ids in the lists below (sentences,). Sentences
+        sequence_of: for each sentence that was given, the index of its ids in the lists below (sentences,). Sentences
             that the tokenizer does not tell apart have the same index, and so the same score.
         ids: token ids with special tokens, one array (T,) for each sequence.
         words: for each token the number of its word, -1 if it is not scored, as special tokens and `[UNK]`; as `ids`.
@@ -47,7 +47,7 @@ class EncodedSentences:
             and how many of these words have no `[UNK]` (sentences,).
     """
 
-    numbers: np.ndarray
+    sequence_of: np.ndarray
     ids: list[np.ndarray]
     words: list[np.ndarray]
     lengths: np.ndarray
@@ -65,15 +65,15 @@ def encode(
     Args:
         whole_words: score no token of a word, separated by white space, that has an `[UNK]`.
     """
-    sequences = {}  # the number of each pair of ids and words
-    numbers = []
+    sequences = {}  # the index of each different sequence, a pair of its ids and words
+    sequence_of = []
     read = []
     for sentence, encoding in zip(sentences, model.backend.encode_batch(list(sentences)), strict=True):
         each = _read_sentence(sentence, encoding, model.tokenizer.unk_token_id, score, whole_words)
         read.append(each)
-        numbers.append(sequences.setdefault((tuple(encoding.ids), each.words), len(sequences)))
+        sequence_of.append(sequences.setdefault((tuple(encoding.ids), each.words), len(sequences)))
     return EncodedSentences(
-        numbers=np.array(numbers, dtype=np.int64),
+        sequence_of=np.array(sequence_of, dtype=np.int64),
         ids=[np.array(ids, dtype=np.int64) for ids, _ in sequences],
         words=[np.array(words, dtype=np.int64) for _, words in sequences],
         lengths=np.array([each.length for each in read]),
@@ -102,7 +102,8 @@ def _read_sentence(sentence: str, encoding, unknown_id: int | None, score: Score
     covered = [set(word_at[start:end].tolist()) for start, end in encoding.offsets]
     read = set().union(*covered)
     with_unknown = set().union(*itertools.compress(covered, is_unknown))
-    # For `pll` every token is a word; so is a token outside of all words, numbered after the others.
+    # For `pll` every token is a word of its own, and so is a token outside of all words: their numbers, from `length`
+    # on, are those of no word of the tokenizer.
     of_words = encoding.word_ids if score == "within_word_l2r" else [None] * length
     words = []
     scored = 0
@@ -123,7 +124,7 @@ class MaskedRows(NamedTuple):
     Args:
         ids: the ids of the rows (R, T).
         positions: the positions to predict in each row (R, P).
-        labels: the ids of the tokens that stand there, -100 in unused slots (R, P).
+        labels: the ids of the tokens at these positions, -100 in unused slots (R, P).
         sequences: the index of each row's sequence (R,).
     """
 
@@ -143,8 +144,9 @@ def masked_batches(
 
     Args:
         config: its `score`, and about the most tokens in a batch (`batch_tokens`).
-        rows_a_line: if not 0, a sentence has as many rows, or as many as it has tokens to predict. The first predicts
-            the first of these tokens, that after `rows_a_line` more, and so on; the others begin at the next ones.
+        rows_a_line: the rows of a sentence, at most, if not 0; each then masks and predicts several tokens. For
+            example, 2 rows of the sentence `[CLS] a b c d e [SEP]` predict a, c and e in the first, b and d in the
+            second.
     """
     lengths = np.array([len(ids) for ids in sentences.ids])
     for length in np.unique(lengths).tolist():
@@ -152,18 +154,20 @@ def masked_batches(
         ids = np.stack([sentences.ids[number] for number in same])  # (S, T)
         words = np.stack([sentences.words[number] for number in same])  # (S, T)
         is_scored = words >= 0
-        apart = rows_a_line or length
-        # The number of each scored token's row in its sentence.
-        numbers = np.where(is_scored, (is_scored.cumsum(1) - 1) % apart, -1)
-        wanted = np.argwhere(np.arange(length) <= numbers.max(1, keepdims=True))  # sentence and number of each row
-        slots = -(-length // apart)
+        most_rows = rows_a_line or length
+        # For each token the number of the row of its sentence that predicts it, -1 for none (S, T). In the example:
+        # -1 0 1 0 1 0 -1.
+        row_of = np.where(is_scored, (is_scored.cumsum(1) - 1) % most_rows, -1)
+        # The sentence and the number of each row (rows of all sentences, 2). In the example: (0, 0), (0, 1).
+        wanted = np.argwhere(np.arange(length) <= row_of.max(1, keepdims=True))
+        slots = -(-length // most_rows)  # the most tokens that a row predicts, rounded up
         # A slot has one logit for each entry of the vocabulary.
         rows_of_logits = LOGITS_AT_ONCE // len(model.tokenizer) // slots
         rows = max(1, min(config.batch_tokens // length, rows_of_logits))
         for first in range(0, len(wanted), rows):
             sentence, number = wanted[first : first + rows].T
-            is_predicted = numbers[sentence] == number[:, None]
-            positions = np.argsort(~is_predicted, axis=1, kind="stable")[:, :slots]
+            is_predicted = row_of[sentence] == number[:, None]  # (R, T)
+            positions = np.argsort(~is_predicted, axis=1, kind="stable")[:, :slots]  # those to predict first (R, P)
             is_masked = is_predicted
             if config.score == "within_word_l2r":
                 is_same_word = words[sentence] == np.take_along_axis(words[sentence], positions, 1)
@@ -211,7 +215,7 @@ def pseudo_log_likelihoods(
             scores.index_add_(0, torch.from_numpy(batch.sequences), of_rows.double().cpu())
     if accelerator.num_processes > 1:  # each process has a part of each score
         scores = accelerator.reduce(scores.to(accelerator.device), "sum").cpu()
-    return scores[torch.from_numpy(sentences.numbers)]
+    return scores[torch.from_numpy(sentences.sequence_of)]
 
 
 def print_line_scores(model: MaskedModel, config: EvaluateConfig, accelerator: Accelerator) -> None:
@@ -235,6 +239,7 @@ def print_line_scores(model: MaskedModel, config: EvaluateConfig, accelerator: A
     model.backend.enable_truncation(model.most_positions)
     label = f"{model.name} on {config.line_scores}"
     rows = enumerate(files.lines_and_cells(config.line_scores, config.text_column, config.separator), 1)
+    # Each line with its number, and without the cells of its row.
     while group := [(number, line) for number, (line, _) in itertools.islice(rows, LINES_AT_ONCE)]:
         encoded = encode(model, [long_texts.beginning_of(line, model.most_positions, plain) for _, line in group])
         scores = pseudo_log_likelihoods(model, encoded, config, accelerator, label, config.line_masks).numpy()
@@ -242,16 +247,16 @@ def print_line_scores(model: MaskedModel, config: EvaluateConfig, accelerator: A
         if not accelerator.is_main_process:
             continue
         for place, (number, line) in enumerate(group):
-            shown = _shares_of_line(
+            shown = _numbers_of_line(
                 scores[place],
                 encoded.scored_tokens[place],
                 encoded.read_words[place],
-                unknown_in[encoded.numbers[place]],
+                unknown_in[encoded.sequence_of[place]],
             )
             print(*shown, number, line.translate(dict.fromkeys(b"\t\r\n", " ")), sep="\t")
 
 
-def _shares_of_line(score: float, scored: int, words: int, unknown: int) -> list[str]:
+def _numbers_of_line(score: float, scored: int, words: int, unknown: int) -> list[str]:
     """
     The numbers before a line.
 

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 # What a model's run decides of its rows, unless an option of `EvaluateConfig` does.
 ROW_OPTIONS = ("max_seq_length", "pairing", "mlm_probability", "masking", "max_eval_pairs")
 
-# What a model's run decides of its rows, and what must be the same for figures to be compared. (The length is, too:
-# that of all is the least of all.)
+# Options of a model's run that must be the same for all models, so that their figures can be compared. Where they
+# differ, all get the default; of different values of `max_seq_length`, all get the least.
 SHARED_OPTIONS = (
     *("pairing", "short_seq_prob", "mlm_probability", "masking", "mask_replace_prob", "random_replace_prob"),
     "max_eval_pairs",
@@ -249,7 +249,7 @@ def _tokens(model, name, part, config):
             the text.
     """
     data = model.record.get("data", {})
-    is_text_of_run = data.get("text_fingerprint") == part.text.fingerprint
+    is_text_of_run = data.get("text_fingerprint") == part.store.fingerprint
     if is_text_of_run and not config.held_out:
         way_out = "" if data.get("validation") else "; --held_out takes what its run held out"
         logger.warning(f"{model.name} was trained on this very text, {name}{way_out}")

@@ -8,12 +8,11 @@ from d2l_bert.messages import explained, shortened
 from d2l_bert.tokenization import tables
 
 
-# A context, or the words of a text, is read to its end in windows; a longer one, in characters, is refused. Few books
-# are longer. Its tokens take up to 3 GB.
+# The most characters of a context, or of the words of a text, both of which are read to their end in windows: more
+# than most books have. Their tokens take up to 3 GB.
 LONGEST_READ_WHOLE = 1 << 22
 
-
-# Half of a surrogate pair, which no encoding has.
+# Half of a surrogate pair, which UTF-8 cannot encode.
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -108,5 +107,5 @@ def is_filled(value: object) -> bool:
 
 
 def listed(names: list[str]) -> str:
-    """Names in a sentence, as many as a line may have."""
+    """Names in quotes with commas between, for a message; shortened to 200 characters."""
     return shortened(", ".join(map(repr, names)), 200)

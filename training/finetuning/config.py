@@ -8,7 +8,7 @@ from typing import Literal
 
 from d2l_bert.messages import explained
 from d2l_bert.model_cards.config import check_license
-from d2l_bert.options import LENGTH, MACHINE, OPTIMIZER, OUTPUT, Options, option, option_of
+from d2l_bert.options import LENGTH, MACHINE, OPTIMIZER, OUTPUT, Options, PathOption, option, option_of
 from d2l_bert.tokenization.config import Separator, SourceConfig
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.finetuning.data_sets import NAMED
@@ -20,10 +20,9 @@ MODEL = "model"
 
 # The tasks, as Transformers names them: its pipelines, its examples, and the `problem_type` of several labels and of
 # numbers. `all_tasks.py` has a class for each.
-TASKS = (
-    *("text-classification", "multi_label_classification", "regression", "token-classification"),
-    *("question-answering", "multiple-choice"),
-)
+TEXT_TASKS = ("text-classification", "multi_label_classification", "regression")  # of a text, or of a pair of texts
+CONTEXT_TASKS = ("question-answering", "multiple-choice")
+TASKS = (*TEXT_TASKS, "token-classification", *CONTEXT_TASKS)
 
 # Other names that `task` takes.
 SHORT_NAMES = {
@@ -34,12 +33,12 @@ SHORT_NAMES = {
     "multiple_choice": "multiple-choice",
 }
 
-# The tasks of the options that are not for all tasks.
-TASKS_OF = {
-    "text_column": TASKS[:4],
-    "text_pair_column": TASKS[:3],
-    "context_column": TASKS[4:],
-    "question_column": TASKS[4:],
+# For each option that is not for all tasks, the tasks that have it.
+TASKS_WITH_OPTION = {
+    "text_column": (*TEXT_TASKS, "token-classification"),
+    "text_pair_column": TEXT_TASKS,
+    "context_column": CONTEXT_TASKS,
+    "question_column": CONTEXT_TASKS,
     "choices_column": ("multiple-choice",),
     "label_separator": ("multi_label_classification",),
     "doc_stride": ("question-answering",),
@@ -62,7 +61,8 @@ class FinetuneConfig(Options):
         UserError: from `check`, for an option of the wrong type, out of range, or contradicting another.
     """
 
-    model: str = dataclasses.field(default="", metadata={"group": None, "identity": False})
+    # No flag: the command line's argument MODEL, which fills the field of its name.
+    model: PathOption = dataclasses.field(default="", metadata={"group": None, "identity": False})
     task: str | None = option(
         None,
         f"the task: {', '.join(TASKS)}; or a data set that is known by its name: {', '.join(NAMED)}",
@@ -70,7 +70,7 @@ class FinetuneConfig(Options):
         metavar="TASK",
         common=True,
     )
-    train_file: str | None = option(
+    train_file: PathOption | None = option(
         None,
         "rows to train on: .csv, .tsv, .jsonl, .parquet, .json or .conll",
         DATA,
@@ -78,10 +78,10 @@ class FinetuneConfig(Options):
         metavar="FILE",
         common=True,
     )
-    validation_file: str | None = option(
+    validation_file: PathOption | None = option(
         None, "rows that choose the best checkpoint, rate and seed", DATA, identity=False, metavar="FILE", common=True
     )
-    test_file: str | None = option(
+    test_file: PathOption | None = option(
         None,
         "rows to predict, and to measure on if they have labels",
         DATA,
@@ -90,7 +90,7 @@ class FinetuneConfig(Options):
         common=True,
     )
     separator: Separator = option_of(SourceConfig, "separator", group=DATA)
-    dataset: str | None = option(
+    dataset: PathOption | None = option(
         None,
         "a dataset on the Hub or in a folder, instead of train_file",
         DATA,
@@ -255,7 +255,7 @@ class FinetuneConfig(Options):
     bf16: bool = option(False, "matrix products in bf16", MACHINE)
     fp16: bool = option(False, "matrix products in fp16 (GPU)", MACHINE)
 
-    output_dir: str | None = option(
+    output_dir: PathOption | None = option(
         None, "the output folder; default: MODEL-TASK here", OUTPUT, identity=False, metavar="DIR", common=True
     )
     overwrite_output_dir: bool = option_of(PretrainConfig, "overwrite_output_dir")
@@ -308,7 +308,7 @@ class FinetuneConfig(Options):
             yield "train_file and dataset both give the training rows; give one"
         if self.train_file is None and self.dataset_name() is None:
             yield "train_file is missing; give --train_file FILE, or --dataset ID"
-        for name, tasks in TASKS_OF.items():
+        for name, tasks in TASKS_WITH_OPTION.items():
             if name in given and self.task_type not in tasks:
                 yield f"{name} is for --task {' or '.join(tasks)}; leave it out"
         if self.train_file:
@@ -351,21 +351,21 @@ class FinetuneConfig(Options):
 
     def validates(self) -> bool:
         """Whether the run has validation rows: given, or held out of the training rows."""
-        return self.validation_share != 0
+        return self.validation_share != 0  # None: given rows, or the usual share of the training rows
 
     @property
-    def named(self) -> dict:
+    def named_data_set(self) -> dict:
         """The entry in `NAMED` of the data set that `task` names; {} if `task` is one of `TASKS`."""
         return NAMED.get(self.task, {})
 
     @property
     def task_type(self) -> str:
         """The task, one of `TASKS`; of a named data set its task."""
-        return self.named.get("task", self.task)
+        return self.named_data_set.get("task", self.task)
 
     def dataset_name(self) -> str | None:
         """`dataset`, or the named data set's id on the Hub if no `train_file` is given; None without either."""
-        return self.dataset or (None if self.train_file else self.named.get("dataset"))
+        return self.dataset or (None if self.train_file else self.named_data_set.get("dataset"))
 
     def learning_rates(self) -> list[float]:
         """
@@ -387,7 +387,7 @@ class PredictConfig(Options):
         UserError: from `check`, for an option of the wrong type, out of range, or contradicting another.
     """
 
-    output: str | None = option(
+    output: PathOption | None = option(
         None,
         "new file: .csv, .jsonl or .parquet, with the columns of FILE and the predictions",
         OUTPUT,

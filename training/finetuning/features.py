@@ -67,10 +67,11 @@ def encoded(tokenizer, columns: list, max_seq_length: int, **options) -> Iterato
     Yields:
         The number of the row, the inputs, and the `tokenizers.Encoding` that they are of.
     """
-    reads_beginnings = options.keys().isdisjoint(("return_overflowing_tokens", "is_split_into_words"))
-    if reads_beginnings and tokenizer.truncation_side == "right":
+    # To read a long text takes long: where its beginning or its end alone is kept, the tokenizer gets little more.
+    reads_all = options.keys() & {"return_overflowing_tokens", "is_split_into_words"}
+    if not reads_all and tokenizer.truncation_side == "right":
         columns = _beginnings(tokenizer, columns, max_seq_length)
-    elif reads_beginnings:
+    elif not reads_all:
         columns = _endings(columns)
     options = {"truncation": True, "max_length": max_seq_length, "verbose": False, **options}
     for begin in range(0, len(columns[0]), ROWS_AT_ONCE):
@@ -94,8 +95,13 @@ def _beginnings(tokenizer, columns: list, max_seq_length: int) -> list:
     """
     The columns of `encoded`, of texts that are truncated, without most of what the truncation would leave out.
 
-    Of a pair, the text of more tokens is truncated; if both are, it keeps one token more than the other where an odd
-    number of tokens fits. So its beginning has more tokens than that of the other text.
+    Of a pair, the tokenizer truncates the text of more tokens; if both are truncated, the longer one keeps one token
+    more than the other where an odd number of tokens fits. The beginnings must therefore be in the same order of
+    length as the texts: the shorter text is cut first, and the longer one to more tokens than are left of it.
+
+    For example, of a first text of 5,000 tokens and a second one of 3,000, with a `max_seq_length` of 128: the second
+    is cut to a little more than 128 tokens, say 131. The first is then cut to more than 131 tokens, say 135. With 129
+    tokens it would be the shorter one, and the second text would get the odd token.
     """
     has_long = any(long_texts.is_long(text, max_seq_length) for column in columns for text in column)
     if not has_long:
@@ -105,15 +111,15 @@ def _beginnings(tokenizer, columns: list, max_seq_length: int) -> list:
     for texts in zip(*columns, strict=True):
         cut = [text[: long_texts.MOST_CHARACTERS] for text in texts]
         most = max_seq_length
-        for place in _by_length(cut, plain):
+        for place in _shorter_first(cut, plain):
             cut[place] = long_texts.beginning_of(cut[place], most, plain)
             most = max(most, long_texts.token_count(cut[place], plain))
         rows.append(cut)
     return list(zip(*rows, strict=True))
 
 
-def _by_length(texts: list[str], plain) -> list[int]:
-    """The places of a text, or of the two texts of a pair: that of more tokens last."""
+def _shorter_first(texts: list[str], plain) -> list[int]:
+    """The numbers of a text, or of the two texts of a pair: that of more tokens last."""
     if len(texts) == 1:
         return [0]
     first, second = (long_texts.token_count(text, plain) for text in texts)
@@ -123,10 +129,11 @@ def _by_length(texts: list[str], plain) -> list[int]:
 def truncated(tokenizer, columns: list, max_seq_length: int) -> Features:
     """The features of texts or of pairs, as of `encoded`, one for each row; the note says how many are truncated."""
     inputs = []
-    cut = 0
+    truncated_rows = 0
     for number, of_row, encoding in encoded(tokenizer, columns, max_seq_length):
         inputs.append(of_row)
         longest = max(len(column[number]) for column in columns)
-        cut += bool(encoding.overflowing) or longest > long_texts.MOST_CHARACTERS
-    note = f"{cut:,} are truncated to {max_seq_length} tokens" if cut else ""
+        if encoding.overflowing or longest > long_texts.MOST_CHARACTERS:
+            truncated_rows += 1
+    note = f"{truncated_rows:,} are truncated to {max_seq_length} tokens" if truncated_rows else ""
     return Features(inputs, [], note)

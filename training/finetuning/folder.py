@@ -10,10 +10,9 @@ from d2l_bert.modeling import conversion
 from d2l_bert.tokenization import coverage, wordpiece
 from d2l_bert.training import run_folder
 from d2l_bert.training.checkpoint import WEIGHTS_FILE
-from d2l_bert.training.finetuning import metrics as measures
+from d2l_bert.training.finetuning import scoring
 from d2l_bert.training.finetuning.plan import Outcome, Plan, Result, attempt_of
 from d2l_bert.training.finetuning.rows import write_predictions
-from d2l_bert.training.finetuning.tasks import Task
 
 
 # In the folder of each rate and seed: the best one's model.
@@ -27,35 +26,36 @@ FEW_STEPS = 200
 OF_A_RESULT = ("seed", "learning_rate", "steps", "best_step", "seconds")
 
 
-def write_folder(plan: Plan, record: dict, model, outputs: dict, outcome: Outcome) -> str:
+def write_folder(plan: Plan, record: dict, model, row_results: dict, outcome: Outcome) -> str:
     """
     Write the finished folder; only the main process calls this.
 
     Args:
         record: the content of run_config.json.
         model: the trained model to keep, as in training.
-        outputs: by split, what it says of the test rows, and of the rows to report on, as of `Task.row_outputs`.
+        row_results: by split, what it says about the test rows, and about the rows to report on by class, as of
+            `Task.row_results`.
 
     Returns:
         The report for the user: the table of figures, and what the folder holds.
     """
     folder = plan.folder
-    kept = plan.folder_of(attempt_of(outcome.best))
+    kept_folder = plan.folder_of(attempt_of(outcome.best))
     metrics = make_metrics(plan, outcome)
     with folders.replacing_files(folder, last=WEIGHTS_FILE) as partial:
         plan.task.finish(model)
         conversion.save_model(model, partial)
         wordpiece.save_tokenizer(plan.start.tokenizer, partial)
         if "test" in plan.splits:
-            predicted = plan.task.in_csv(plan.task.predictions(plan.splits["test"], outputs["test"]))
+            predicted = plan.task.in_csv(plan.task.predictions(plan.splits["test"], row_results["test"]))
             write_predictions(partial / run_folder.PREDICTIONS_FILE, plan.splits["test"], predicted)
-        title = f"{folder.resolve().name}: {plan.config.task}, {kept.name}"
+        title = f"{folder.resolve().name}: {plan.config.task}, {kept_folder.name}"
         pictures.plot_finetuning(outcome.best["log"], plan.metric, title, partial / card.CURVES_FILE)
         metrics["pictures"] = {card.CURVES_FILE: "Loss and metric over the steps"}
-        reported = plan.reported()
-        sides = plan.task.sides(plan.splits[reported], outputs[reported]) if reported else None
+        reported = plan.reported_by_class()
+        sides = plan.task.sides(plan.splits[reported], row_results[reported]) if reported else None
         if sides:
-            metrics["classification_report"] = {reported: measures.report_by_class(*sides)}
+            metrics["classification_report"] = {reported: scoring.report_by_class(*sides)}
             picture = partial / pictures.CONFUSION_FILE
             if caption := pictures.plot_confusion(*sides, plan.splits[reported].name, picture):
                 metrics["pictures"][picture.name] = caption
@@ -65,8 +65,8 @@ def write_folder(plan: Plan, record: dict, model, outputs: dict, outcome: Outcom
         if plan.config.resume_from_checkpoint:
             text = card.updated_card(folder, text)
         (partial / card.CARD_FILE).write_text(text, encoding="utf-8")
-    for other in kept.parent.iterdir():
-        if other != kept:
+    for other in kept_folder.parent.iterdir():
+        if other != kept_folder:
             shutil.rmtree(other / MODEL_FOLDER, ignore_errors=True)
     return report(plan, record, metrics, outcome.best["steps"])
 
@@ -101,45 +101,39 @@ def make_metrics(plan: Plan, outcome: Outcome) -> dict:
 
     Returns:
         `test_accuracy` and the like: the figures of the model in the folder. `mean` and `sd`: mean and standard
-        deviation (with n - 1) over the seeds, by split and metric; `sd` is None for one seed. `know_nothing`: of a
-        prediction that needs no model, by split, `prediction` in words, its `figures`, and `is_beaten`, whether the
-        model in the folder is better. `f1_of`: the class that F1 is of, where there are two. `seeds`: each seed's
-        figures. `rates`: the figures of the first seed with each rate.
+        deviation (with n - 1) over the seeds, by split and metric; `sd` is None for one seed. `know_nothing`
+        (`figures.BASELINES`): the baseline of each split: its `prediction` in words, its `figures`, and `is_beaten`,
+        whether the model in the folder is better. `f1_of`: the class that F1 is of, where there are two. `seeds`: each
+        seed's figures. `rates`: the figures of the first seed with each rate.
     """
     measured = plan.measured()
     names = (*plan.task.metrics_shown, "loss")
-    kept = outcome.best
+    best = outcome.best
     metrics = {}
     for split in measured:
         for name in names:
-            metrics[f"{split}_{name}"] = kept[split][name]
-    metrics["know_nothing"] = {split: know_nothing(plan, split, kept[split]) for split in measured}
-    metrics["f1_of"] = class_of_f1(plan.task)
+            metrics[f"{split}_{name}"] = best[split][name]
+    metrics[figures.BASELINES] = {split: baseline_of(plan, split, best[split]) for split in measured}
+    metrics["f1_of"] = plan.task.class_of_f1()
     metrics["best_metric"] = plan.metric
-    metrics["kept_seed"] = kept["seed"]
-    metrics["learning_rate"] = kept["learning_rate"]
+    metrics["kept_seed"] = best["seed"]
+    metrics["learning_rate"] = best["learning_rate"]
     metrics["mean"] = {split: over_seeds(statistics.fmean, outcome, split, names) for split in measured}
     metrics["sd"] = {split: over_seeds(deviation, outcome, split, names) for split in measured}
-    metrics["seeds"] = [part_of_result(result, measured) for result in outcome.seeds]
-    metrics["rates"] = [part_of_result(result, measured) for result in outcome.rates]
+    metrics["seeds"] = [part_of_result(result, measured) for result in outcome.of_seeds]
+    metrics["rates"] = [part_of_result(result, measured) for result in outcome.of_rates]
     metrics["metrics_shown"] = list(plan.task.metrics_shown)
     metrics["train_seconds"] = train_seconds(outcome)
     metrics["unknown_share"] = {name: unknown_share(plan, name) for name in plan.splits if name != "train"}
     metrics["lost_to_length"] = {name: features.note for name, features in plan.features.items()}
     metrics["diverged_rates"] = sorted(set(plan.rates) - rates_of(outcome))
-    metrics["diverged_seeds"] = sorted(set(plan.seeds) - {result["seed"] for result in outcome.seeds})
+    metrics["diverged_seeds"] = sorted(set(plan.seeds) - {result["seed"] for result in outcome.of_seeds})
     return metrics
-
-
-def class_of_f1(task: Task) -> str | None:
-    """The class that F1 is of in a task of two classes; None for other tasks."""
-    is_of_classes = "matthews_correlation" in task.metrics_shown
-    return task.classes[1] if is_of_classes and len(task.classes) == 2 else None
 
 
 def over_seeds(statistic: Callable, outcome: Outcome, split: str, names: tuple[str, ...]) -> dict[str, float | None]:
     """A statistic of each metric of a split over the seeds."""
-    return {name: statistic([result[split][name] for result in outcome.seeds]) for name in names}
+    return {name: statistic([result[split][name] for result in outcome.of_seeds]) for name in names}
 
 
 def deviation(values: list[float]) -> float | None:
@@ -155,14 +149,14 @@ def part_of_result(result: Result, measured: list[str]) -> dict:
 def train_seconds(outcome: Outcome) -> float:
     """The seconds of training of all models; the first seed with the best rate is in both lists, and counts once."""
     seconds = {}
-    for result in (*outcome.rates, *outcome.seeds):
+    for result in (*outcome.of_rates, *outcome.of_seeds):
         seconds[attempt_of(result)] = result["seconds"]
     return round(sum(seconds.values()), 2)
 
 
 def rates_of(outcome: Outcome) -> set[float]:
     """The rates of all models that did not diverge."""
-    return {result["learning_rate"] for result in (*outcome.rates, *outcome.seeds)}
+    return {result["learning_rate"] for result in (*outcome.of_rates, *outcome.of_seeds)}
 
 
 def unknown_share(plan: Plan, split: str) -> float:
@@ -171,12 +165,12 @@ def unknown_share(plan: Plan, split: str) -> float:
     return coverage.measure_unknown_share(plan.start.tokenizer, texts)
 
 
-def know_nothing(plan: Plan, split: str, reached: dict[str, float]) -> dict | None:
+def baseline_of(plan: Plan, split: str, of_best: dict[str, float]) -> dict | None:
     """
-    The entry `know_nothing` of a split in metrics.json; None for a task without such a prediction.
+    The baseline of a split as metrics.json has it, in the entry `figures.BASELINES`; None for a task without one.
 
     Args:
-        reached: the metrics of the model that is kept.
+        of_best: the metrics of the best model on the split.
     """
     baseline = plan.task.baseline(plan.splits["train"], plan.splits[split])
     if baseline is None:
@@ -184,11 +178,12 @@ def know_nothing(plan: Plan, split: str, reached: dict[str, float]) -> dict | No
     metric = plan.metric if plan.metric in baseline.metrics else plan.task.main_metric
     shown = {}
     for name, value in baseline.metrics.items():
-        if value or measures.is_share(name):  # its correlations are 0
+        # A correlation of a constant prediction is 0 by definition, and says nothing.
+        if value or scoring.is_share(name):
             shown[name] = value
-    of_model = measures.goodness(metric, reached[metric])
+    of_model = scoring.goodness(metric, of_best[metric])
     return {
         "prediction": baseline.prediction,
         "figures": shown,
-        "is_beaten": of_model > measures.goodness(metric, baseline.metrics[metric]),
+        "is_beaten": of_model > scoring.goodness(metric, baseline.metrics[metric]),
     }

@@ -56,6 +56,7 @@ def read_start(config: FinetuneConfig, task: Task) -> Start:
         model_config, tokenizer = loading.read_parts(getattr(transformers, task.auto_class), config.model)
     revision = commit_of(config.model)
     dropout = set_dropout(model_config, config)
+    # Only a model with its weights shows that these can be used, and how many positions it has.
     most = conversion.longest_input(make_model(model_config, revision, task), tokenizer)
     wanted = config.max_seq_length
     if wanted and wanted > most:
@@ -124,17 +125,40 @@ def make_model(
             ignore_mismatched_sizes=True,  # of a saved head; those of the encoder are refused below
             **({"revision": revision} if revision else {}),  # the commit that the card names
         )
-        encoder = f"{model.base_model_prefix}."
-        for weight in sorted(missing):
-            if weight.startswith(encoder) and "pooler." not in weight:
-                raise UserError(
-                    f"it has no weights for {weight}, or not in the shape that config.json gives; give a pretrained "
-                    f"encoder with its config.json"
-                ) from None
-        head = {name for name, _ in model.named_parameters() if not name.startswith(encoder)}
-        if not head <= missing:  # the saved model has a head of another task
+        check_encoder(model, missing)
+        if has_saved_head(model, missing):
             draw_head(model)
     return model.train()
+
+
+def check_encoder(model: transformers.PreTrainedModel, missing: set[str]) -> None:
+    """
+    Refuse a model whose checkpoint lacks weights of the encoder, but for the pooler's, which then are fresh.
+
+    Args:
+        missing: the names of the weights that the checkpoint lacks, or has in another shape.
+    """
+    encoder = f"{model.base_model_prefix}."
+    for weight in sorted(missing):
+        if weight.startswith(encoder) and "pooler." not in weight:
+            raise UserError(
+                f"it has no weights for {weight}, or not in the shape that config.json gives; give a pretrained "
+                f"encoder with its config.json"
+            )
+
+
+def has_saved_head(model: transformers.PreTrainedModel, missing: set[str]) -> bool:
+    """
+    Whether the checkpoint has a weight of the head: then the head is that of another task.
+
+    Args:
+        missing: as in `check_encoder`.
+    """
+    encoder = f"{model.base_model_prefix}."
+    for name, _ in model.named_parameters():
+        if not name.startswith(encoder) and name not in missing:
+            return True
+    return False
 
 
 def draw_head(model: transformers.PreTrainedModel) -> None:
@@ -142,5 +166,5 @@ def draw_head(model: transformers.PreTrainedModel) -> None:
     for path, module in model.named_modules():
         if path and path.partition(".")[0] != model.base_model_prefix:
             for parameter in module.parameters(recurse=False):
-                parameter._is_hf_initialized = False  # Transformers leaves weights with this mark as they are
+                parameter._is_hf_initialized = False  # if true, `_init_weights` would skip it
             model._init_weights(module)

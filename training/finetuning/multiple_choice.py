@@ -7,7 +7,7 @@ from collections import Counter
 from transformers import DataCollatorForMultipleChoice
 
 from d2l_bert.messages import UserError, counted
-from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning import scoring
 from d2l_bert.training.finetuning.cells import EmptyText, check_text, is_filled, json_in
 from d2l_bert.training.finetuning.features import Features, truncated
 from d2l_bert.training.finetuning.tasks import Task
@@ -24,7 +24,7 @@ class MultipleChoice(Task):
     The model gets each choice as a pair: the context, and the choice behind the question, if there is one (Zellers et
     al., 2018; Devlin et al., 2018, section 4.4: SWAG's `sent1` and `sent2` with an ending). A softmax over the scores
     of the pairs gives the probabilities. All rows have equally many choices. A row's texts are context, question and
-    choices. `outputs` are logits, one for each choice (N, choices).
+    choices. `row_results` are logits, one for each choice (N, choices).
 
     Attributes:
         count: how many choices a row has.
@@ -33,7 +33,7 @@ class MultipleChoice(Task):
 
     auto_class = "AutoModelForMultipleChoice"
     metrics_shown = ("accuracy",)
-    restored = ("count", "begin")
+    needed_to_predict = ("count", "begin")
     collator = DataCollatorForMultipleChoice
     usual_columns = {
         "context_column": ("context", "sent1", "premise"),
@@ -57,7 +57,7 @@ class MultipleChoice(Task):
 
     def read(self, row, split):
         columns = self.columns["choices_column"]
-        names = []  # as labels may have them
+        names = []  # of the choices, such as A, B and C: the label may be one of them
         if len(columns) == 1:
             choices, names = named_choices(row.cells.get(columns[0]), columns[0])
             places = [f"choice {number} (from 0) of column {columns[0]!r:.100}" for number in range(len(choices))]
@@ -73,26 +73,38 @@ class MultipleChoice(Task):
         texts = list(self.texts(row.cells))
         for choice, place in zip(choices, places, strict=True):
             texts.append(check_text(choice, place))
-        label = row.cells.get(self.label_column)
-        if is_filled(label):
-            label = str(label).strip().removesuffix(".0")  # pandas writes 1.0 where others are missing
-            if label in names:
-                label = names.index(label)
-        else:
-            label = None
-        return row._replace(texts=tuple(texts), label=label)
+        return row._replace(texts=tuple(texts), label=self.label_in(row.cells, names))
+
+    def label_in(self, cells, names: list[str]) -> int | str | None:
+        """
+        The label of a row: the number of a choice from 0, or a text of which `check_label` makes that number.
+
+        | cell | names of the choices | label |
+        |---|---|---|
+        | B | A, B, C | 1 |
+        | B | none | "B" |
+        | 1, or 1.0 | none | "1", the first or the second choice, as `learn` finds |
+        | empty, or not read | | None |
+        """
+        cell = cells.get(self.label_column)
+        if not is_filled(cell):
+            return None
+        label = str(cell).strip().removesuffix(".0")  # pandas writes 1.0 where others are missing
+        return names.index(label) if label in names else label
 
     def learn(self, train):
         labels = {row.label for row in train.rows}
         counts = Counter(len(self.choices_in(row)) for row in train.rows)
         self.count = counts.most_common(1)[0][0]
-        self.begin = int("0" not in labels and str(self.count) in labels)
+        counts_from_one = "0" not in labels and str(self.count) in labels
+        self.begin = 1 if counts_from_one else 0
         if self.count < 2:
             raise UserError(
                 f"{train.title}, {train.rows[0].place}: {counted(self.count, 'choice')} in column "
                 f"{self.columns['choices_column'][0]!r}; name a column of lists of two choices at least, or several "
                 f"columns, with --choices_column"
             )
+        # Labels without names of their own: "1", or "A", is the first of choices that are counted from 1.
         self.number_of = {str(number + self.begin): number for number in range(self.count)}
         self.number_of |= {name: number for number, name in enumerate(string.ascii_uppercase[: self.count])}
 
@@ -104,29 +116,32 @@ class MultipleChoice(Task):
         self.count = learnt["count"]
         self.begin = learnt["begin"]
 
-    def checked(self, row, split):
-        super().checked(row, split)
+    def check_label(self, row, split):
+        super().check_label(row, split)
         count = len(self.choices_in(row))
         if count != self.count:
             raise ValueError(
                 f"{counted(count, 'choice')}, and most training rows have {self.count}; give every row equally many"
             )
-        return row._replace(label=self.number_of.get(row.label, row.label))  # a name is a number already
+        if isinstance(row.label, str):
+            row = row._replace(label=self.number_of[row.label])
+        return row
 
     def features(self, split, tokenizer, max_seq_length):
         firsts = []
         seconds = []
         for row in split.rows:
             choices = self.choices_in(row)
-            if len(choices) != self.count:  # in a row of `predict`, which is not `checked`
+            if len(choices) != self.count:  # in a row of `predict`, whose label is not checked
                 raise UserError(
                     f"{split.title}, {row.place}: {counted(len(choices), 'choice')}, and the model has learnt to "
                     f"choose from {self.count}; give every row so many"
                 )
-            before = [text.strip() for text in row.texts[1 : -self.count]]
+            # A row's texts are the context, the question if there is one, and the choices.
+            question = [text.strip() for text in row.texts[1 : -self.count]]
             for choice in choices:
                 firsts.append(row.texts[0])
-                seconds.append(" ".join([*before, choice]))
+                seconds.append(" ".join([*question, choice]))
         pairs, windows, note = truncated(tokenizer, [firsts, seconds], max_seq_length)
         features = []
         for number, row in enumerate(split.rows):
@@ -135,18 +150,18 @@ class MultipleChoice(Task):
             features.append({**inputs, "labels": row.label if split.is_labelled else -100})
         return Features(features, windows, note)
 
-    def metrics(self, split, outputs):
-        is_right = outputs.argmax(-1) == [row.label for row in split.rows]
+    def metrics(self, split, row_results):
+        is_right = row_results.argmax(-1) == [row.label for row in split.rows]
         return {"accuracy": float(is_right.mean())}
 
-    def predictions(self, split, outputs):
-        chosen = outputs.argmax(-1)
+    def predictions(self, split, row_results):
+        chosen = row_results.argmax(-1)
         numbers = range(self.begin, self.begin + self.count)
         texts = [self.choices_in(row)[number] for row, number in zip(split.rows, chosen, strict=True)]
         return {
             "prediction": [numbers[number] for number in chosen],
             "predicted_choice": texts,
-            **metrics.probability_columns(numbers, outputs),
+            **scoring.probability_columns(numbers, row_results),
         }
 
 

@@ -63,26 +63,27 @@ def outputs_of(
     model = model.to(state.device).eval()
     logits = []
     labels = []
-    mine = batches[state.process_index :: state.num_processes]
-    for numbers in mine:
+    own_batches = batches[state.process_index :: state.num_processes]
+    for numbers in own_batches:
         batch = collate([inputs[number] for number in numbers])
         labels.append(batch.pop("labels").numpy())
         batch = {name: tensor.to(state.device) for name, tensor in batch.items()}
         logits.append(task.logits(model(**batch), batch["attention_mask"]).float().cpu().numpy())
     if state.num_processes > 1:
-        mine = gather_object(mine)
+        # The lists of all processes, one behind the other.
+        own_batches = gather_object(own_batches)
         logits = gather_object(logits)
         labels = gather_object(labels)
-    return Outputs(_in_order(mine, logits), _in_order(mine, labels))
+    return Outputs(_in_order(own_batches, logits), _in_order(own_batches, labels))
 
 
 def figures_of(task: Task, split: Split, features: Features, outputs: Outputs) -> dict[str, float]:
-    """The mean loss over the labels of a split, in float64, and the task's metrics."""
+    """The mean loss over the labels of a split, in float64, and the task's metrics, of a model in training."""
     logits = torch.from_numpy(outputs.logits).double()
     labels = torch.from_numpy(outputs.labels)
     loss = task.loss(logits, labels) / (labels != -100).sum()
-    of_rows = task.row_outputs(split, features.windows, task.rescaled(outputs.logits))
-    return {"loss": loss.item(), **task.metrics(split, of_rows)}
+    row_results = task.row_results(split, features, outputs.logits)
+    return {"loss": loss.item(), **task.metrics(split, row_results)}
 
 
 def length_of(inputs: dict) -> int:
@@ -100,10 +101,11 @@ def _in_order(places: list[np.ndarray], batches: list[np.ndarray]) -> np.ndarray
     Args:
         places: of each batch the numbers of its rows in that array.
     """
-    shape = np.max([batch.shape[1:] for batch in batches], axis=0).astype(int)
-    count = sum(len(batch) for batch in batches)
-    rows = np.full((count, *shape), -100, dtype=batches[0].dtype)
+    # In the comments: the logits of tokens, whose batches are (B, T of the batch, C).
+    longest = np.max([batch.shape[1:] for batch in batches], axis=0).astype(int)  # T of all batches, C
+    count = sum(len(batch) for batch in batches)  # N
+    rows = np.full((count, *longest), -100, dtype=batches[0].dtype)  # (N, T, C)
     for numbers, batch in zip(places, batches, strict=True):
-        filled = tuple(slice(size) for size in batch.shape[1:])
+        filled = tuple(slice(size) for size in batch.shape[1:])  # :T of the batch, :C
         rows[(numbers, *filled)] = batch
     return rows

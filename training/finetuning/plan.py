@@ -13,11 +13,12 @@ from d2l_bert import folders
 from d2l_bert.messages import UserError, counted
 from d2l_bert.model_cards import publish
 from d2l_bert.training import log, processes, run_folder
-from d2l_bert.training.finetuning import models, splits, trainer
+from d2l_bert.training.finetuning import models, trainer
 from d2l_bert.training.finetuning.all_tasks import CLASSES
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.features import Features
 from d2l_bert.training.finetuning.rows import Split, check_writable
+from d2l_bert.training.finetuning.splits import load_splits
 from d2l_bert.training.finetuning.tasks import Task
 
 
@@ -62,13 +63,13 @@ class Outcome(NamedTuple):
     The results of a run's models, without those that diverged.
 
     Args:
-        rates: of each rate with the first seed.
-        seeds: of each seed with the best rate.
-        best: the best one of `seeds`, whose model is kept.
+        of_rates: of each rate with the first seed.
+        of_seeds: of each seed with the best rate.
+        best: the best one of `of_seeds`, whose model is kept.
     """
 
-    rates: list[Result]
-    seeds: list[Result]
+    of_rates: list[Result]
+    of_seeds: list[Result]
     best: Result
 
 
@@ -121,7 +122,7 @@ class Plan:
         """The splits to measure on: `validation`, `test`, as far as they have labels."""
         return [name for name, split in self.splits.items() if name != "train" and split.is_labelled]
 
-    def reported(self) -> str | None:
+    def reported_by_class(self) -> str | None:
         """The split to report on by class: `test`, or `validation` if the test rows have no labels; None without."""
         measured = self.measured()
         return measured[-1] if measured else None
@@ -153,20 +154,20 @@ def make_plan(config: FinetuneConfig, process_count: int) -> Plan:
     check_machine(config)
     task = CLASSES[config.task_type](config)
     log.check_trackers(config.report_to, transformers.integrations.get_available_reporting_integrations())
-    task.metric()
+    task.metric()  # refuses a wrong metric_for_best_model
     run_folder.check_output_folder(config, output_folder(config), config.model, is_finetuning=True)
     start = models.read_start(config, task)
-    rows = splits.load_splits(config, task)
-    if "test" in rows:
-        check_writable(Path(run_folder.PREDICTIONS_FILE), rows["test"])
-    metric = task.metric()  # of token classification, the rows decide
+    splits = load_splits(config, task)
+    if "test" in splits:
+        check_writable(Path(run_folder.PREDICTIONS_FILE).suffix, splits["test"])
+    metric = task.metric()  # again: the tags of the training rows decide which metrics token classification has
     if config.push_to_hub and start.config.model_type not in ("d2l-bert", "bert"):
         raise UserError(
             f"push_to_hub: d2l-bert publish takes d2l-bert models and stock BERT, and {config.model} is a "
             f"{start.config.model_type} model; leave push_to_hub out"
         )
     features = {}
-    for name, split in rows.items():
+    for name, split in splits.items():
         features[name] = task.features(split, start.tokenizer, start.max_seq_length)
         labels = "" if split.is_labelled else ", without labels"
         note = features[name].note or f"none is longer than {start.max_seq_length} tokens"
@@ -174,7 +175,7 @@ def make_plan(config: FinetuneConfig, process_count: int) -> Plan:
     if config.push_to_hub:
         processes.on_main(publish.check_push, repository_of(config), config.license, False)
     rates = config.learning_rates() or [trainer.default_rate(getattr(start.config, "hidden_size", 768))]
-    return Plan(config, process_count, task, start, rows, features, metric, rates)
+    return Plan(config, process_count, task, start, splits, features, metric, rates)
 
 
 def check_machine(config: FinetuneConfig) -> None:

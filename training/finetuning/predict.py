@@ -46,25 +46,25 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
     record = loading.read_run_record(name)
     target = Path(config.output)
     task = restored_task(name, record, config)
-    # Entered before any work: what stands in the way of the output is said at once.
+    # Entered before any work, so that an output that cannot be written is refused at once.
     with folders.new_file(target) as partial, tempfile.TemporaryDirectory() as scratch:
         given = read_rows(file, task, config, Path(scratch))
-        check_writable(target, given)
-        read = dataclasses.replace(given, rows=rows_with_text(given, task))
+        check_writable(target.suffix, given)
+        with_text = dataclasses.replace(given, rows=rows_with_text(given, task))
         model, tokenizer, _ = loading.load_pretrained(getattr(transformers, task.auto_class), name)
         check_model(name, record, task, model, tokenizer)
-        features = task.features(read, tokenizer, record["max_seq_length"])
-        # As they are: a finished model predicts in the units of the labels.
+        features = task.features(with_text, tokenizer, record["max_seq_length"])
         logits = outputs_of(task, model, tokenizer, features.inputs, config.per_device_eval_batch_size).logits
-        predicted = task.predictions(read, task.row_outputs(read, features.windows, logits))
-        if len(read.rows) < len(given.rows):
-            predicted = spread(predicted, read, given)
+        row_results = task.row_results(with_text, features, logits, is_finished=True)
+        predicted = task.predictions(with_text, row_results)
+        if len(with_text.rows) < len(given.rows):
+            predicted = for_all_rows(predicted, with_text, given)
         if target.suffix == ".csv":
             predicted = task.in_csv(predicted)
         write_predictions(partial, given, predicted, config.excel)
-    without = len(given.rows) - len(read.rows)
+    without = len(given.rows) - len(with_text.rows)
     note = f"; {counted(without, 'row')} without a text: no prediction there" if without else ""
-    return f"{target}: predictions for {counted(len(read.rows), 'row')}{note}"
+    return f"{target}: predictions for {counted(len(with_text.rows), 'row')}{note}"
 
 
 def restored_task(name: str, record: RunRecord, config: PredictConfig) -> Task:
@@ -111,7 +111,7 @@ def restored_task(name: str, record: RunRecord, config: PredictConfig) -> Task:
 
 def read_rows(file: str, task: Task, config: PredictConfig, scratch: Path) -> Split:
     """
-    The rows of a file or of the standard input, none of them looked at; `task` then reads no labels.
+    The rows of a file or of the standard input, not yet read by the task.
 
     Args:
         file: as in `predict`.
@@ -133,7 +133,6 @@ def read_rows(file: str, task: Task, config: PredictConfig, scratch: Path) -> Sp
     if tables.file_kind(Path(file)) == "text" and isinstance(first, str):
         tables.refuse_header(first, of_texts, split.title)
     task.check_columns(split.title, split.columns, has_labels=False)
-    task.columns["label_column"] = [None]  # no row has such a column: labels are not read
     return split
 
 
@@ -180,16 +179,16 @@ def check_model(name: str, record: RunRecord, task: Task, model, tokenizer) -> N
         )
 
 
-def spread(predicted: dict[str, list], read: Split, given: Split) -> dict[str, list]:
+def for_all_rows(predicted: dict[str, list], with_text: Split, given: Split) -> dict[str, list]:
     """
     Columns of predictions for all rows: None for rows without one.
 
     Args:
-        predicted: the columns for the rows that were read.
-        read: the rows with a prediction.
+        predicted: the columns for the rows with a text.
+        with_text: these rows.
         given: all rows.
     """
-    number_of = {row.place: number for number, row in enumerate(read.rows)}
+    number_of = {row.place: number for number, row in enumerate(with_text.rows)}
     numbers = [number_of.get(row.place) for row in given.rows]
     columns = {}
     for name, values in predicted.items():

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from d2l_bert.messages import UserError, explained
-from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning import scoring
 from d2l_bert.training.finetuning.cells import check_length, json_in
 from d2l_bert.training.finetuning.features import Features, Window, encoded, note_of_windows
 from d2l_bert.training.finetuning.tasks import Task
@@ -16,8 +16,8 @@ from d2l_bert.training.finetuning.tasks import Task
 # The default of `doc_stride`, as in Transformers' example of question answering.
 STRIDE = 128
 
-# The fewest tokens of the context beside a question of full length, which has half of a row. In shorter windows,
-# answers are cut off, and what they answer to is out of sight.
+# The fewest tokens of the context in a window beside a question of full length, which has half of a row. Shorter
+# windows would cut answers off, and hide the words around them.
 LEAST_CONTEXT = 10
 
 # The position of [CLS], whose scores mean that there is no answer.
@@ -49,12 +49,12 @@ class QuestionAnswering(Task):
     over all windows of a question. If training rows have questions without an answer, as in SQuAD 2, the lowest score
     of [CLS] over the windows stands for "no answer". A row's texts are question and context, its label is a list of
     answers, or None. A window's positions are those of the context, its places the tokens' characters there.
-    `outputs` are the predicted span of each row.
+    `row_results` are the predicted span of each row.
     """
 
     auto_class = "AutoModelForQuestionAnswering"
     main_metric = "f1"
-    restored = ("has_unanswerable",)
+    needed_to_predict = ("has_unanswerable",)
     least_texts = 2
     more_columns = ("is_impossible",)
     metrics_shown = ("f1", "exact_match")
@@ -69,7 +69,7 @@ class QuestionAnswering(Task):
         answers = answers_in(cell, self.label_column)
         for answer in answers:
             check_answer(answer, context)
-        # SQuAD 2 gives such questions what looks like an answer.
+        # For a question without an answer, SQuAD 2 may have a plausible but wrong one in the column of answers.
         is_impossible = str(row.cells.get("is_impossible")).lower() in ("true", "1")
         return row._replace(texts=(question, context), label=None if is_impossible else answers or None)
 
@@ -98,7 +98,7 @@ class QuestionAnswering(Task):
     def features(self, split, tokenizer, max_seq_length):
         stride = self.stride(max_seq_length)
         capacity = max_seq_length - tokenizer.num_special_tokens_to_add(pair=True)
-        most = capacity // 2  # tokens of a question
+        most = capacity // 2  # the most tokens of a question
         if capacity - most < max(stride + 1, LEAST_CONTEXT):
             raise UserError(
                 f"max_seq_length {max_seq_length}: leaves {capacity - most} tokens of the context beside a long "
@@ -138,39 +138,42 @@ class QuestionAnswering(Task):
         scores = torch.stack([outputs.start_logits, outputs.end_logits], dim=-1)
         return scores.masked_fill(attention_mask[..., None] == 0, torch.finfo(scores.dtype).min)
 
-    def row_outputs(self, split, windows, logits) -> list[Span]:
+    def by_row(self, split, windows, logits) -> list[Span]:
         """
         The predicted span of each row: the best over all windows, or no answer.
 
         Args:
             logits: start and end scores (N, T, 2) of the features.
         """
-        best = [Span(-np.inf)] * len(split.rows)
-        nothing = [Span(np.inf)] * len(split.rows)
+        answers = [Span(-np.inf)] * len(split.rows)
+        no_answers = [Span(np.inf)] * len(split.rows)
         for window, scores in zip(windows, logits, strict=True):
             number = window.row
             context = split.rows[number].texts[1]
-            span, of_nothing = _best_span(window, context, scores, self.config.max_answer_length)
-            best[number] = max(best[number], span, key=lambda span: span.score)
-            nothing[number] = min(nothing[number], of_nothing, key=lambda span: span.score)
+            answer, no_answer = _best_span(window, context, scores, self.config.max_answer_length)
+            answers[number] = max(answers[number], answer, key=lambda span: span.score)
+            no_answers[number] = min(no_answers[number], no_answer, key=lambda span: span.score)
         if not self.has_unanswerable:
-            return best
-        most = self.config.null_score_diff_threshold
-        return [none if none.score - span.score > most else span for span, none in zip(best, nothing, strict=True)]
+            return answers
+        predicted = []
+        for answer, no_answer in zip(answers, no_answers, strict=True):
+            has_none = no_answer.score - answer.score > self.config.null_score_diff_threshold
+            predicted.append(no_answer if has_none else answer)
+        return predicted
 
-    def metrics(self, split, outputs):
+    def metrics(self, split, row_results):
         scores = []
-        for row, span in zip(split.rows, outputs, strict=True):
+        for row, span in zip(split.rows, row_results, strict=True):
             gold = [answer.text for answer in row.label or []]
-            scores.append(metrics.answer_scores(span.text, gold))
+            scores.append(scoring.answer_scores(span.text, gold))
         exact_match, f1 = np.mean(scores, axis=0).tolist()
         return {"exact_match": exact_match, "f1": f1}
 
-    def predictions(self, split, outputs):
+    def predictions(self, split, row_results):
         return {
-            "prediction": [span.text for span in outputs],
-            "prediction_start": [span.begin for span in outputs],
-            "probability": [round(span.probability, 6) for span in outputs],
+            "prediction": [span.text for span in row_results],
+            "prediction_start": [span.begin for span in row_results],
+            "probability": [round(span.probability, 6) for span in row_results],
         }
 
 
@@ -262,19 +265,23 @@ def _best_span(window: Window, context: str, scores: np.ndarray, longest: int) -
     The best span of a window, of at most `longest` tokens, and the window's score of no answer.
 
     A span's probability is that of its start times that of its end, each among the context's tokens and [CLS].
+
+    Args:
+        scores: the start and end scores of all positions (T, 2); the window has C tokens of the context.
     """
-    scores = scores[[*window.positions, NO_ANSWER]].astype(np.float64)  # (C + 1, 2)
+    scores = scores[[*window.positions, NO_ANSWER]].astype(np.float64)  # those of the context, then [CLS] (C + 1, 2)
     total = np.logaddexp.reduce(scores).sum()
-    of_nothing = scores[-1].sum()
-    nothing = Span(of_nothing, np.exp(of_nothing - total))
+    score_of_none = scores[-1].sum()
+    no_answer = Span(score_of_none, np.exp(score_of_none - total))
     longest = min(longest, len(window.positions))
     if longest == 0:
-        return Span(-np.inf), nothing
+        return Span(-np.inf), no_answer
+    # For each token the end scores of the tokens from itself on, as many as a span may have: (C, longest).
     ends = np.concatenate([scores[:-1, 1], np.full(longest - 1, -np.inf)])
-    ends_behind = np.lib.stride_tricks.sliding_window_view(ends, longest)  # (C, longest)
-    sums = scores[:-1, :1] + ends_behind
+    ends_from = np.lib.stride_tricks.sliding_window_view(ends, longest)
+    sums = scores[:-1, :1] + ends_from  # of the span from token `first` to token `first + more`
     first, more = divmod(int(sums.argmax()), longest)
     score = sums[first, more]
     begin = int(window.places[first, 0])
     end = int(window.places[first + more, 1])
-    return Span(score, np.exp(score - total), context[begin:end], begin), nothing
+    return Span(score, np.exp(score - total), context[begin:end], begin), no_answer

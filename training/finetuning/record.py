@@ -94,6 +94,7 @@ def identity_of(plan: Plan, base: dict) -> dict:
 
 def data_of(plan: Plan) -> dict:
     """What the run reads: its splits, and where they are from."""
+    options_read = [option for option in plan.task.columns if option != "label_column"]
     splits = {}
     shared = {}
     for name, split in plan.splits.items():
@@ -106,7 +107,7 @@ def data_of(plan: Plan) -> dict:
         "test_is_labelled": "test" in plan.measured(),
         "shared_with_training": shared,
         "hub_datasets": hub_datasets(plan),
-        "has_pairs": len(plan.task.columns) > 2,  # beside the column of labels, several
+        "has_pairs": len(options_read) > 1,
         "has_unanswerable": plan.task.has_unanswerable,
     }
 

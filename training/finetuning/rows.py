@@ -30,15 +30,16 @@ SPLITS = ("train", "validation", "test")
 
 LONGEST_DOCUMENT = 1 << 30  # characters in a line of a document of JSON, which may be the whole
 
-# So many rows of a dataset are made Python's at once, and then counted.
+# How many rows of a dataset are converted to Python's values at once; then their memory is counted.
 DATASET_ROWS = 100
 
-# A table of more cells than this has a filled cell for each so many.
+# A table of more than `MOST_CELLS` cells has at most `MOST_CELLS_A_FILLED_ONE` cells for each cell that is filled: one
+# that is all but empty would take far more memory than its rows.
 MOST_CELLS = 10_000_000
-MOST_CELLS_FOR_ONE = 100
+MOST_CELLS_A_FILLED_ONE = 100
 
-# What Excel and its like may compute as a formula, also behind white space and with signs of full width
-# (https://owasp.org/www-community/attacks/CSV_Injection); numbers begin with such signs, too.
+# The beginnings of what Excel and similar programs may compute as a formula, also behind white space and with signs of
+# full width (https://owasp.org/www-community/attacks/CSV_Injection). Numbers may begin with the same signs.
 FORMULA = re.compile("[\t\r\n]|\\s*[-=+@\uff1d\uff0b\uff0d\uff20]")
 A_NUMBER = re.compile(r"[+-]?(\d+([.,]\d+)*|[.,]\d+)(e[+-]?\d+)?\s?%?", re.IGNORECASE | re.ASCII)
 
@@ -144,11 +145,13 @@ def read_file(
         raise UserError(f"{given}: no such file; give a table, or a text in each line")
     memory = memory or tables.Memory()
     way_out = "repair the file; .json is a list of objects, or SQuAD's form"
+    # The messages of `LookupError` and `ValueError` say the way out themselves, those of the system do not.
     with explained(f"{title}: cannot be read", way_out, OSError), explained(title, "", LookupError, ValueError):
         if tables.file_kind(file) in tables.TABLE_KINDS:
             found = tables.table_rows(file, columns, separator)
         elif _is_document(file):
-            lines = [line for _, line in tables.Memory().hold(_numbered_lines(file))]
+            of_lines = tables.Memory()  # not `memory`: the rows replace the lines
+            lines = [line for _, line in of_lines.hold(_numbered_lines(file))]
             with explained("cannot be read", way_out, *READ_ERRORS, TypeError, RecursionError):
                 found = list(_rows_of_document(file, lines, title))
         else:
@@ -207,10 +210,10 @@ def _objects_in(text) -> Iterator[dict]:
 
 def _conll_rows(lines, title) -> Iterator[tuple[str, dict]]:
     """
-    The words and the tags of each text, with the line at which it begins; no tags if a line has one field.
+    The words and the tags of each text, with the line at which it begins; no tags if a line has one field alone.
 
-    A line that begins with # is a comment, as in CoNLL-U, unless it is like the other lines: with as many fields, of
-    which the last one is a tag.
+    Raises:
+        ValueError: a word is empty, or a line has more or fewer fields than the first.
     """
     is_conll_u = any(CONLL_U_WORD.fullmatch(line) for line in lines)
     fields_of = _fields_of_conll_u if is_conll_u else _fields_of_conll
@@ -218,17 +221,11 @@ def _conll_rows(lines, title) -> Iterator[tuple[str, dict]]:
     for number, fields in numbered:
         if fields and not fields[0]:
             raise ValueError(f"line {number:,}: its word is empty; repair the line")
-    words = [fields for _, fields in numbered if fields and fields[0][0] != "#"]
-    count = len(words[0]) if words else 0
-    tags = {fields[-1] for fields in words}
-
-    def is_comment(fields):
-        if not fields or fields[0][0] != "#":
-            return False
-        is_like_others = len(fields) == count and (count == 1 or fields[-1] in tags)
-        return not is_like_others
-
-    kept = [(number, fields) for number, fields in numbered if not is_comment(fields)]
+    # How lines of words look: a line that does not begin with # is surely one.
+    surely_words = [fields for _, fields in numbered if fields and fields[0][0] != "#"]
+    count = len(surely_words[0]) if surely_words else 0
+    tags = {fields[-1] for fields in surely_words}
+    kept = [(number, fields) for number, fields in numbered if not _is_comment(fields, count, tags)]
     if comments := len(numbered) - len(kept):
         logger.info(
             f"{title}: {counted(comments, 'line is', 'lines are')} left out: comments, or no words of their own"
@@ -245,6 +242,26 @@ def _conll_rows(lines, title) -> Iterator[tuple[str, dict]]:
             yield f"line {text[0][0]:,}", row
 
 
+def _is_comment(fields: list[str], count: int, tags: set[str]) -> bool:
+    """
+    Whether a line of CoNLL is a comment: it begins with #, as in CoNLL-U, and is not like the lines of words.
+
+    For example, among words with 2 fields whose tags are O and B-LOC:
+
+        # sent_id = 7    a comment: 4 fields
+        # draft          a comment: "draft" is no tag
+        # O              the word "#"
+
+    Args:
+        fields: of the line, [] between texts.
+        count, tags: the number of fields of a word, and the last fields of all words.
+    """
+    if not fields or fields[0][0] != "#":
+        return False
+    is_like_a_word = len(fields) == count and (count == 1 or fields[-1] in tags)
+    return not is_like_a_word
+
+
 def _fields_of_conll(line) -> list[str]:
     """The fields of a line, the word first and the tag last; [] between texts."""
     return [] if line.startswith("-DOCSTART-") else line.split()
@@ -254,8 +271,10 @@ def _fields_of_conll_u(line) -> list[str]:
     """As `_fields_of_conll`: the word, and its universal part of speech."""
     fields = line.split("\t")
     if fields[0].isdigit():
-        return fields[1:4:2]
-    return ["#"] if fields[0] else []  # a comment; 1-2, which are two words; 8.1, which is none
+        return fields[1:4:2]  # the second field, FORM, and the fourth, UPOS
+    if not fields[0]:
+        return []
+    return ["#"]  # read as a comment: it is one, or no word of its own (1-2 is two words in one, 8.1 not in the text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -263,14 +282,14 @@ def _fields_of_conll_u(line) -> list[str]:
 
 
 def read_dataset(
-    name: str, config: FinetuneConfig, read: Container[str], memory: tables.Memory | None = None
+    name: str, config: FinetuneConfig, from_files: Container[str], memory: tables.Memory | None = None
 ) -> dict[str, Split]:
     """
-    The splits of a dataset that the options name, and of the others those of the usual names.
+    The splits of a dataset: those that the options name, and for the others those of the usual names that it has.
 
     Args:
         name: an id on the Hub, or a folder of `save_to_disk` or of data files; `:` and a configuration may follow.
-        read: the splits that files give in place of the dataset.
+        from_files: the names of the splits that files give in place of the dataset.
         memory: counts what these and other splits take.
 
     Raises:
@@ -278,14 +297,14 @@ def read_dataset(
     """
     memory = memory or tables.Memory()
     found = _load_dataset(name)
-    asked = {split: getattr(config, f"{split}_split") for split in SPLITS if split not in read}
+    named = {split: getattr(config, f"{split}_split") for split in SPLITS if split not in from_files}
     splits = {}
-    for split, given in asked.items():
-        used = given or config.named.get(split, split)
+    for split, given in named.items():
+        used = given or config.named_data_set.get(split, split)
         if given is None:
-            is_used_already = used in asked.values()
-            is_held_out = split == "validation" and config.validation_share is not None
-            if used not in found or is_used_already or is_held_out:
+            is_used_already = used in named.values()
+            share_is_given = split == "validation" and config.validation_share is not None
+            if used not in found or is_used_already or share_is_given:
                 continue
         if not len(found.get(used, [])):
             raise UserError(
@@ -346,28 +365,28 @@ def _dataset_rows(rows, title: str) -> Iterator[tuple[str, dict]]:
 # Rows to a file
 
 
-def check_writable(path: Path, split: Split) -> None:
+def check_writable(suffix: str, split: Split) -> None:
     """
     Refuse rows that `write_predictions` could not write, before anything is predicted for them.
 
     Args:
-        path: as in `write_predictions`.
+        suffix: of the file, such as `.csv`.
         split: with all of its rows.
 
     Raises:
         UserError: a column of a Parquet file would have values of several kinds, or objects with too many names; or
             nearly all cells of the table would be empty, as where each row of JSONL has keys of its own.
     """
-    if path.suffix == ".jsonl":  # a row has its own cells alone
+    if suffix == ".jsonl":  # a row has its own cells alone
         return
     cells = len(split.rows) * len(split.columns)
     filled = sum(len(row.cells) for row in split.rows)
-    if cells > max(MOST_CELLS, MOST_CELLS_FOR_ONE * filled):
+    if cells > max(MOST_CELLS, MOST_CELLS_A_FILLED_ONE * filled):
         raise UserError(
             f"{split.title}: {len(split.columns):,} columns, of which a row has {filled / len(split.rows):.3g}, so "
             f"that a table of the predictions would be all but empty; give the rows the same columns"
         )
-    if path.suffix == ".parquet":
+    if suffix == ".parquet":
         with explained(split.title, "give the rows the same names, or write .jsonl", ValueError):
             tables.check_names(row.cells for row in split.rows)
         with _one_kind_a_column(split):
@@ -420,12 +439,13 @@ def _renamed(predicted: dict[str, list], columns: list[str]) -> dict[str, list]:
 
     Columns of the rows keep their names, also those that an earlier `predict` has left.
     """
-    taken = {*columns, *predicted}
     renamed = {}
     for name, values in predicted.items():
         new = name
-        while new in columns or new in renamed or (new != name and new in taken):
-            new += " (predicted)"
+        if new in columns or new in renamed:
+            taken = {*columns, *renamed, *predicted}
+            while new in taken:
+                new += " (predicted)"
         renamed[new] = values
     return renamed
 
@@ -478,7 +498,7 @@ def _finite(value):
 
 
 def _columns_without_bytes(split):
-    """The names of the columns of a split in which no cell holds bytes; of the others the user is told."""
+    """The names of the columns of a split in which no cell holds bytes; for each other column, a warning is logged."""
     left_out = set()
     for row in split.rows:
         left_out.update(name for name, cell in row.cells.items() if _has_bytes(cell))
@@ -506,8 +526,8 @@ def _has_bytes(cell):
 
 def _excel_cell(cell):
     """
-    A cell as Excel shows it: numbers with decimal commas; an apostrophe before a text that Excel would compute as a
-    formula, which may start programs. A text that is a number is none.
+    A cell for Excel: numbers with decimal commas; an apostrophe before a text that Excel would compute as a formula,
+    which may start programs. A text that is a number, such as "-5", is no formula.
     """
     if isinstance(cell, float):
         return str(cell).replace(".", ",")

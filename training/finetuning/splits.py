@@ -51,7 +51,7 @@ def load_splits(config: FinetuneConfig, task: Task) -> dict[str, Split]:
 
 
 def _read_splits(config, task) -> dict[str, Split]:
-    """The rows of files and of a dataset, none of them looked at; in the order of `SPLITS`."""
+    """The rows of files and of a dataset, not yet read by the task; in the order of `SPLITS`."""
     found = {}
     memory = tables.Memory()
     for split in SPLITS:
@@ -102,13 +102,13 @@ def _as_the_task_reads(name: str, split: Split, task: Task) -> Split:
     """
     task.check_columns(split.title, split.columns, has_labels=name != "test")
     _empty_missing_labels(split, task)
-    read = replace(split, rows=usable(split, task.read))
-    read = replace(read, is_labelled=_has_labels(read, task))
-    if name != "test" and not read.is_labelled:
+    split = replace(split, rows=usable(split, task.read))
+    split = replace(split, is_labelled=_has_labels(split, task))
+    if name != "test" and not split.is_labelled:
         raise UserError(f"{split.title}: column {task.label_column!r:.100} is empty; the {name} rows need labels")
     if name == "train":
-        task.learn(read)
-    return replace(read, rows=usable(read, task.checked))
+        task.learn(split)
+    return replace(split, rows=usable(split, task.check_label))
 
 
 def _empty_missing_labels(split: Split, task: Task) -> None:
@@ -121,22 +121,27 @@ def _empty_missing_labels(split: Split, task: Task) -> None:
         return
     for column in task.columns["label_column"]:
         missing = [row for row in split.rows if row.cells.get(column) == -1]
-        if task.config.named or column in split.class_names or len(missing) == len(split.rows):
+        if task.config.named_data_set or column in split.class_names or len(missing) == len(split.rows):
             for row in missing:
                 row.cells[column] = None
 
 
 def _has_labels(split: Split, task: Task) -> bool:
-    """Whether a row has a label. Where each label has a column of 0 and 1, a row of zeros has been labelled, too."""
+    """
+    Whether a row has a label.
+
+    With several labels at once, [] is a label where each label has a column: a row of zeros there has been labelled.
+    In one column of lists, [] is an empty cell, and no label.
+    """
     has_columns = len(task.columns["label_column"]) > 1
     return any(row.label is not None and (row.label != [] or has_columns) for row in split.rows)
 
 
-def usable(split: Split, read: Callable[[Row, Split], Row]) -> list[Row]:
+def usable(split: Split, function: Callable[[Row, Split], Row]) -> list[Row]:
     """
-    What `read` makes of each row; it gets the split, too.
+    The rows that a function of a row and its split makes of the rows of a split.
 
-    Rows that the publishers of a dataset left incomplete are left out, and counted.
+    Rows that the publishers of a dataset left incomplete, for which it raises `ValueError`, are left out, and counted.
 
     Raises:
         UserError: a row of a file cannot be used, or no row of a dataset can.
@@ -145,7 +150,7 @@ def usable(split: Split, read: Callable[[Row, Split], Row]) -> list[Row]:
     wrong = []
     for row in split.rows:
         try:
-            kept.append(read(row, split))
+            kept.append(function(row, split))
         except ValueError as error:
             wrong.append(f"{row.place}: {error}")
     if wrong and not (split.is_dataset and kept):
@@ -159,9 +164,10 @@ def usable(split: Split, read: Callable[[Row, Split], Row]) -> list[Row]:
 # Rows held out
 
 
-def hold_out(rows: Split, task: Task) -> tuple[Split, Split]:
+def hold_out(split: Split, task: Task) -> tuple[Split, Split]:
     """
-    Split rows into training and validation rows, at random by the seed. Rows with the same texts stay together.
+    Split training rows into training and validation rows, at random by the seed. Rows with the same texts stay
+    together.
 
     Returns:
         The training rows, and the validation rows.
@@ -172,21 +178,21 @@ def hold_out(rows: Split, task: Task) -> tuple[Split, Split]:
     seed = task.config.seed
     share = task.config.validation_share or HELD_OUT
     classes = {}  # by the texts of a row
-    for row in rows.rows:
+    for row in split.rows:
         classes.setdefault(row.texts, set()).update(task.names_of(row))
     drawn = draw_texts(classes, share, seed)
     if not drawn:
         raise UserError(
-            f"{rows.title}: has too few different texts to hold out some for validation; give --validation_file, or "
+            f"{split.title}: has too few different texts to hold out some for validation; give --validation_file, or "
             f"--validation_share 0"
         )
-    train = replace(rows, rows=[row for row in rows.rows if row.texts not in drawn])
+    train = replace(split, rows=[row for row in split.rows if row.texts not in drawn])
     validation = replace(
-        rows,
-        rows=[row for row in rows.rows if row.texts in drawn],
+        split,
+        rows=[row for row in split.rows if row.texts in drawn],
         held_out=share,
-        title=f"{rows.title}, rows held out",
-        name=f"{rows.name} (held out)",
+        title=f"{split.title}, rows held out",
+        name=f"{split.name} (held out)",
     )
     logger.info(
         f"no validation rows were given: {len(validation.rows):,} of the training rows (of each class "
@@ -203,6 +209,18 @@ def draw_texts(classes: dict[tuple, set[str]], share: float, seed: int) -> set[t
     Of each class at least one is drawn if the share is as many as there are classes, and at least one stays. A text
     of several classes, or of words of several, counts for the rarest.
 
+    For example, a share of 0.1 of 36 texts, 24 of class a, 8 of b and 4 of c, is 3.6 texts. Class by class, the
+    largest first, what rounding has left over is added to the share of the next class:
+
+    | class | its share | with what is left over | drawn | left over |
+    |---|---|---|---|---|
+    | a | 2.4 | 2.4 | 2 | 0.4 |
+    | b | 0.8 | 1.2 | 1 | 0.2 |
+    | c | 0.4 | 0.6 | 1 | -0.4 |
+
+    3.6 texts are enough for one of each of the 3 classes: c would have one also if its share were 0.1. Of a class of
+    one text none is drawn, as that one stays.
+
     Args:
         classes: by the texts of a row, the names of its classes; of a task without classes none.
     """
@@ -213,13 +231,14 @@ def draw_texts(classes: dict[tuple, set[str]], share: float, seed: int) -> set[t
         texts = different[number]
         rarest = min(classes[texts], key=lambda name: (counts[name], name), default=None)
         by_class.setdefault(rarest, []).append(texts)
-    wanted = max(1.0, share * len(different))
-    least = int(wanted >= len(by_class))
+    total = max(1.0, share * len(different))  # how many texts to draw
+    least = 1 if total >= len(by_class) else 0  # of each class
     drawn = set()
-    owed = 0.0  # what rounding has left over, for the next class
+    left_over = 0.0
     for texts in sorted(by_class.values(), key=len, reverse=True):
-        owed += wanted * len(texts) / len(different)
-        number = min(max(least, round(owed)), len(texts) - 1)
-        owed -= number
-        drawn.update(texts[:number])
+        wanted = left_over + total * len(texts) / len(different)
+        count = max(least, round(wanted))
+        count = min(count, len(texts) - 1)
+        left_over = wanted - count
+        drawn.update(texts[:count])
     return drawn

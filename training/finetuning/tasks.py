@@ -11,12 +11,12 @@ from d2l_bert.messages import UserError
 from d2l_bert.modeling.records import Learnt
 from d2l_bert.training.finetuning.cells import SURROGATE, check_text, listed
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.features import Window
-from d2l_bert.training.finetuning.metrics import Sides
+from d2l_bert.training.finetuning.features import Features, Window
 from d2l_bert.training.finetuning.rows import Row, Split
+from d2l_bert.training.finetuning.scoring import Sides
 
 
-# Columns that need not be there.
+# The options whose columns rows may lack.
 OPTIONAL = ("text_pair_column", "context_column", "question_column")
 
 
@@ -32,9 +32,33 @@ class Task:
     A task. `all_tasks.py` names a subclass for each of `config.TASKS`.
 
     The run calls `find_columns` with the names of the training rows' columns, `read` with every row, `learn` with the
-    training rows, `checked` with every row that was read, and `features` with every split. A model's `logits` in the
-    order of `Features.inputs`, as a NumPy array, go through `rescaled` and `row_outputs`; what comes out is the
-    `outputs` below. A `ValueError` about a row says what is wrong in which column, and the way out.
+    training rows, `check_label` with every row that was read, and `features` with every split. A `ValueError` about a
+    row says what is wrong in which column, and the way out.
+
+    What a model says goes three steps, of which a subclass may change each:
+
+    | step | takes | gives |
+    |---|---|---|
+    | `logits` | the model's outputs for a batch | the part that the task reads |
+    | `rescaled` | the logits of all features, while the model is in training | the same in the units of the labels |
+    | `by_row` | these | `row_results`: what they say about each row |
+
+    `row_results` takes the last two steps; `metrics`, `predictions` and `sides` read what it gives. For example, a
+    text of 900 words that is cut into 4 windows has 4 features, whose logits `by_row` joins to one list of 900 tags.
+
+    Only regression rescales: its model learns standardised numbers. After the training, `finish` writes their mean and
+    deviation into the model, whose outputs then are in the units of the labels by themselves.
+
+    | task | `Row.label` |
+    |---|---|
+    | text-classification | the name of the class |
+    | multi_label_classification | the list of the names of the labels, which may be empty |
+    | regression | the number |
+    | token-classification | the list of the names of the tags, one for each word |
+    | question-answering | the list of the answers |
+    | multiple-choice | the number of the right choice, from 0; before `check_label`, it may be a name of that choice |
+
+    In all tasks, a row without a label has None. So has every row of `predict`, where no label is read.
 
     A subclass defines these methods:
 
@@ -42,28 +66,31 @@ class Task:
     - `learn(train)` learns from the training rows what the labels are; raises `UserError` if they cannot be learnt;
     - `features(split, tokenizer, max_seq_length)`: the `Features` of a split; in a split without labels, their
       `labels` are not read. Raises `UserError` for a tokenizer or a length that cannot be used;
-    - `metrics(split, outputs)`: the metrics of a labelled split by name, without the loss;
-    - `predictions(split, outputs)`: columns with the predictions for each row of a split.
+    - `metrics(split, row_results)`: the metrics of a labelled split by name, without the loss;
+    - `predictions(split, row_results)`: columns with the predictions for each row of a split.
 
-    A subclass that learns more than classes extends `learnt`, and `restore`, which takes that back.
+    `learnt` gives what `learn` has found, for run_config.json; in `predict`, `restore` takes it back. A subclass that
+    learns more than classes extends both.
 
     Attributes:
         auto_class: the Auto class that loads the model, such as `AutoModelForSequenceClassification`.
         main_metric: the metric that chooses, unless `metric_for_best_model` or a named data set gives another.
-        metrics_shown: the metrics in the order of the tables; those in `metrics.LOWER_IS_BETTER` are best when small.
+        metrics_shown: the metrics in the order of the tables; those in `scoring.LOWER_IS_BETTER` are best when small.
         collator: the class of the function that makes a padded batch of features.
         default_length: the default of `max_seq_length`.
-        usual_columns: by the option that names a column, its usual names.
-        columns: by the option, the columns of this run, which `find_columns` finds.
+        usual_columns: by the option that names a column, its usual names; the columns of texts stand in the order in
+            which the model reads their texts.
+        columns: by the option, the columns of this run, which `find_columns` finds, in the same order.
+        reads_labels: whether `read` reads labels; a task that was restored, as in `predict`, does not.
         classes: the names of the classes in the order of their numbers, which `learn` finds; [] for tasks without.
         number_of: by the name of a label, its number; {} for tasks without classes or choices.
         settings: the fields of the model's configuration that the task decides: `num_labels`, `id2label`, ...
         problem_type: that of the model's configuration, which has one for `AutoModelForSequenceClassification`.
         has_unanswerable: whether training rows have questions without an answer.
-        no_label: what is wrong with a column of labels that has none, and the way out.
-        restored: the entries of `learnt`, beside the columns, that the predictions of a finished model need.
-        least_texts: how many columns of texts a row has at least, choices apart.
-        more_columns: columns that `read` looks at where they are, and that no option names.
+        no_label: for a message: what is wrong with an empty cell in the column of labels, and the way out.
+        needed_to_predict: the entries of `learnt`, beside the columns, that `predict` needs.
+        least_texts: the least number of columns of texts, without those of choices.
+        more_columns: columns that `read` uses if rows have them, and that no option names.
     """
 
     problem_type = None
@@ -72,13 +99,14 @@ class Task:
     main_metric = "accuracy"
     collator = DataCollatorWithPadding
     default_length = 128
-    restored: tuple[str, ...] = ()
+    needed_to_predict: tuple[str, ...] = ()
     least_texts = 1
     more_columns: tuple[str, ...] = ()
 
     def __init__(self, config: FinetuneConfig):
         self.config = config
-        self.columns: dict[str, list[str | None]] = {}
+        self.columns: dict[str, list[str]] = {}
+        self.reads_labels = True
         self.classes: list[str] = []
         self.number_of: dict[str, int] = {}
         self.settings: dict = {"problem_type": self.problem_type}
@@ -90,7 +118,7 @@ class Task:
         Raises:
             UserError: `metric_for_best_model` is not a metric of the task.
         """
-        chosen = self.config.metric_for_best_model or self.config.named.get("metric", self.main_metric)
+        chosen = self.config.metric_for_best_model or self.config.named_data_set.get("metric", self.main_metric)
         name = chosen.removeprefix("eval_")
         known = (*self.metrics_shown, "loss")
         if name not in known:
@@ -111,17 +139,18 @@ class Task:
 
     def restore(self, learnt: Learnt) -> None:
         """
-        Take what a finished run has learnt, in place of `find_columns` and `learn`.
+        Take what a finished run has learnt, in place of `find_columns` and `learn`; the task then reads no labels.
 
         Raises:
             ValueError: a part of it is missing, or cannot be that of a finished run of this task.
         """
-        for name in ("columns", *self.restored):
+        for name in ("columns", *self.needed_to_predict):
             if name not in learnt:
                 raise ValueError(f"learnt lacks the entry {name!r}")
         self._restore_columns(learnt["columns"])
-        if "classes" in self.restored:
+        if "classes" in self.needed_to_predict:
             self._restore_classes(learnt["classes"])
+        self.reads_labels = False
 
     def _restore_columns(self, columns):
         for option in self.usual_columns:
@@ -148,10 +177,15 @@ class Task:
     @property
     def label_column(self) -> str | None:
         """The column of labels, the first one if there are several; None where labels are not read."""
-        return self.columns["label_column"][0]
+        return self.columns["label_column"][0] if self.reads_labels else None
 
     def options_of_texts(self) -> list[str]:
-        """The options whose columns hold a text each: all but those of choices and of labels."""
+        """
+        The options whose columns hold a text each: all but those of choices and of labels.
+
+        They are in the order in which `usual_columns` has them. For example, question answering has the question
+        before the context, and multiple choice the context before the question.
+        """
         return [option for option in self.columns if option not in ("choices_column", "label_column")]
 
     def find_columns(self, names: list[str]) -> None:
@@ -162,13 +196,18 @@ class Task:
             names: of the columns of the training rows.
         """
         for option, usual in self.usual_columns.items():
-            wanted = list(usual)
-            if option in self.config.named:
-                wanted.append(self.config.named[option])
+            candidates = list(usual)
+            if option in self.config.named_data_set:
+                candidates.append(self.config.named_data_set[option])
             given = getattr(self.config, option)
-            found = given or next((name for name in wanted if name in names), None)
-            if found or option not in OPTIONAL or option in self.config.named:
-                self.columns[option] = found if isinstance(found, list) else [found or wanted[0]]
+            found = next((name for name in candidates if name in names), None)
+            is_needed = option not in OPTIONAL or option in self.config.named_data_set
+            if given:
+                self.columns[option] = given if isinstance(given, list) else [given]
+            elif found is not None:
+                self.columns[option] = [found]
+            elif is_needed:
+                self.columns[option] = [candidates[0]]  # which `check_columns` then refuses, and names the option
 
     def check_columns(self, title: str, names: list[str], has_labels: bool = True) -> None:
         """
@@ -206,9 +245,9 @@ class Task:
             texts.append(check_text(cells.get(column), f"column {column!r:.100}", way_out))
         return tuple(texts)
 
-    def checked(self, row: Row, split: Split) -> Row:
+    def check_label(self, row: Row, split: Split) -> Row:
         """
-        The row.
+        Check the label of a row that was read, and give the row back.
 
         Raises:
             ValueError: it has no label and others of its split have, or the training rows have not shown how to learn
@@ -227,30 +266,33 @@ class Task:
         return row
 
     def names_of(self, row: Row) -> list[str]:
-        """The names of the classes of a row; [] for a task without classes."""
+        """The names of the classes or choices in the label of a row; [] for a label of another kind, or for none."""
         if isinstance(row.label, str):
             return [row.label]
-        if not self.classes:
+        if not self.classes:  # a number, or a list of answers
             return []
         return row.label or []
 
     def learn_classes(
-        self, train: Split, found: set[str], named: list[str] | tuple[str, ...] | None, least: int = 2
+        self, train: Split, found: set[str], given_order: list[str] | tuple[str, ...] | None, least: int = 2
     ) -> None:
         """
         Set the classes.
 
+        Their order is that of `given_order`; else that of their numbers, if all names are whole numbers; else that of
+        the alphabet.
+
         Args:
             found: the names in the training rows.
-            named: all names in their order, if the dataset or its publishers give it; a name may stand there twice, as
-                two spellings are made one.
+            given_order: all names in their order, if the dataset or its publishers give it; a name may stand there
+                twice, where two differ only in how a letter such as ü is encoded: `cells.name_of` makes both NFC.
             least: the fewest classes; of one alone there is nothing to learn.
 
         Raises:
             UserError: there are too few classes.
         """
-        if named:
-            self.classes = [name for name in dict.fromkeys(named) if name in found]
+        if given_order:
+            self.classes = [name for name in dict.fromkeys(given_order) if name in found]
         elif all(re.fullmatch(r"[+-]?\d{1,18}", name) for name in found):
             self.classes = sorted(found, key=lambda name: (int(name), name))
         else:
@@ -286,18 +328,33 @@ class Task:
     def finish(self, model) -> None:
         """Change a trained model in place, so that its outputs are those of `rescaled`."""
 
-    def row_outputs(self, split: Split, windows: list[Window], logits: np.ndarray):
-        """What the outputs for all features say about each row: the outputs themselves, where a row has one."""
+    def by_row(self, split: Split, windows: list[Window], logits: np.ndarray):
+        """What the logits of all features, in their order, say about each row: the logits, where a row has one."""
         return logits
 
+    def row_results(self, split: Split, features: Features, logits: np.ndarray, is_finished: bool = False):
+        """
+        What a model says about each row of a split.
+
+        Args:
+            logits: of all features of the split, in their order.
+            is_finished: whether `finish` has changed the model, whose outputs then are in the units of the labels.
+        """
+        in_units_of_labels = logits if is_finished else self.rescaled(logits)
+        return self.by_row(split, features.windows, in_units_of_labels)
+
     def baseline(self, train: Split, split: Split) -> Baseline | None:
-        """A prediction for a split that needs no model, but training rows; None for a task without one."""
+        """The baseline of a split, which needs the training rows, but no model; None for a task without one."""
+        return None
+
+    def class_of_f1(self) -> str | None:
+        """The class that the metric `f1` is of; None where it is a mean over several, or there is none."""
         return None
 
     def in_csv(self, predicted: dict[str, list]) -> dict[str, list]:
         """The columns of `predictions` as a CSV file has them, where lists are JSON unless a task joins them."""
         return predicted
 
-    def sides(self, split: Split, outputs) -> Sides | None:
+    def sides(self, split: Split, row_results) -> Sides | None:
         """The true and the predicted classes in a labelled split; None for a task without classes to report on."""
         return None

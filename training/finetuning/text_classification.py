@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from d2l_bert.messages import UserError, explained
-from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning import scoring
 from d2l_bert.training.finetuning.cells import is_filled, list_in, listed, name_of
 from d2l_bert.training.finetuning.features import Features, truncated
 from d2l_bert.training.finetuning.tasks import Baseline, Task
@@ -28,46 +28,56 @@ LEAST_STEPS = 10
 
 
 class TextTask(Task):
-    """What the tasks of this file share: columns, features, the head on [CLS]. `outputs` are logits, (N, C)."""
+    """What the tasks of this file share: columns, features, the head on [CLS]. `row_results` are logits (N, C)."""
 
     auto_class = "AutoModelForSequenceClassification"
     usual_columns = {"text_column": ("text",), "text_pair_column": ("text_pair",), "label_column": ("label",)}
 
     def read(self, row, split):
         texts = self.texts(row.cells)
-        has_labels = all(column in split.columns for column in self.columns["label_column"])
-        return row._replace(texts=texts, label=self.label_in(row.cells, split) if has_labels else None)
+        label = None
+        if self.reads_labels and all(column in split.columns for column in self.columns["label_column"]):
+            label = self.label_in(row.cells, split)
+        return row._replace(texts=texts, label=label)
 
     def targets(self, split) -> np.ndarray:
-        """The labels of a split as numbers, (N,) or (N, C)."""
+        """The number of each row's class (N,); -100 for a row without a label."""
         return np.array([-100 if row.label is None else self.number_of[row.label] for row in split.rows])
 
     def features(self, split, tokenizer, max_seq_length):
-        texts = list(zip(*(row.texts for row in split.rows), strict=True))
-        inputs, windows, note = truncated(tokenizer, texts, max_seq_length)
+        # The texts of all rows; of pairs, the first texts and then the second ones.
+        columns = list(zip(*(row.texts for row in split.rows), strict=True))
+        inputs, windows, note = truncated(tokenizer, columns, max_seq_length)
         labels = self.targets(split)
         if labels.ndim == 1:
-            labels = labels.tolist()  # one number is Python's: as NumPy's it would be float64
-        for of_row, label in zip(inputs, labels, strict=True):
-            of_row["labels"] = label  # several labels of a row stay a part of the array
+            # The collator makes float32 of Python's floats, and would make float64 of NumPy's.
+            labels = labels.tolist()
+        for feature, label in zip(inputs, labels, strict=True):
+            feature["labels"] = label  # a number; of several labels a row (C,) of the array
         return Features(inputs, windows, note)
 
-    def always(self, split, outputs) -> dict[str, float]:
-        """The metrics of a split if every row had these outputs."""
-        return self.metrics(split, np.broadcast_to(outputs, (len(split.rows), len(outputs))))
+    def always(self, split, of_a_row) -> dict[str, float]:
+        """
+        The metrics of a split if a model said the same about every row.
+
+        Args:
+            of_a_row: in place of the logits of a row (C,). They need not be logits: the metrics of one class look at
+                the place of the largest, those of several labels at the signs.
+        """
+        return self.metrics(split, np.broadcast_to(of_a_row, (len(split.rows), len(of_a_row))))
 
 
 class TextClassification(TextTask):
     """One class of several for a text or a pair of texts."""
 
     problem_type = "single_label_classification"
-    restored = ("classes",)
+    needed_to_predict = ("classes",)
     metrics_shown = ("accuracy", "f1", "accuracy_f1_mean", "matthews_correlation")
 
     @property
-    def known(self) -> tuple[str, ...]:
-        """The names of the named data set's classes, by their numbers; () for other data."""
-        return self.config.named.get("labels", ())
+    def classes_of_data_set(self) -> tuple[str, ...]:
+        """The names of the classes of the named data set, in the order of their numbers; () for other data."""
+        return self.config.named_data_set.get("labels", ())
 
     def label_in(self, cells, split):
         """The label in a row; raises `ValueError` if there is something else."""
@@ -80,19 +90,26 @@ class TextClassification(TextTask):
         if not is_filled(value):
             return None
         name = name_of(value, self.label_column, split.class_names.get(self.label_column))
-        if re.fullmatch(r"\d{1,9}", name) and int(name) < len(self.known):
-            return self.known[int(name)]
+        if re.fullmatch(r"\d{1,9}", name) and int(name) < len(self.classes_of_data_set):
+            return self.classes_of_data_set[int(name)]
         return name
 
     def learn(self, train):
-        found = {row.label for row in train.rows} - {None}
-        others = sorted(found.difference(self.known))
-        of_dataset = train.class_names.get(self.label_column)
-        self.learn_classes(train, found, of_dataset or (() if others else self.known))
-        if not of_dataset and 0 < len(others) < len(found):
+        # The order of the classes: that of the column of labels in a dataset; else that of the data set which `task`
+        # names, unless the rows have other classes; else `learn_classes` sorts them.
+        in_rows = {row.label for row in train.rows} - {None}
+        of_column = train.class_names.get(self.label_column)
+        unknown = sorted(in_rows.difference(self.classes_of_data_set))
+        if of_column:
+            self.learn_classes(train, in_rows, of_column)
+        elif unknown:
+            self.learn_classes(train, in_rows, None)
+        else:
+            self.learn_classes(train, in_rows, self.classes_of_data_set)
+        if not of_column and 0 < len(unknown) < len(in_rows):
             raise UserError(
-                f"{train.title}: column {self.label_column!r:.100} has {listed(others)} beside labels of --task "
-                f"{self.config.task}, {listed(self.known)}; write these names, or their numbers from 0"
+                f"{train.title}: column {self.label_column!r:.100} has {listed(unknown)} beside labels of --task "
+                f"{self.config.task}, {listed(self.classes_of_data_set)}; write these names, or their numbers from 0"
             )
         if len(self.classes) == len(train.rows) > 2:
             raise UserError(
@@ -100,30 +117,33 @@ class TextClassification(TextTask):
                 f"column of classes with --label_column"
             )
 
-    def metrics(self, split, outputs):
-        return metrics.class_metrics(self.targets(split), outputs.argmax(-1), len(self.classes))
+    def metrics(self, split, row_results):
+        return scoring.class_metrics(self.targets(split), row_results.argmax(-1), len(self.classes))
 
     def baseline(self, train, split):
-        counts = np.bincount(self.targets(train), minlength=len(self.classes))
+        counts = np.bincount(self.targets(train), minlength=len(self.classes))  # the largest is chosen, as of logits
         return Baseline("always the most frequent class of the training rows", self.always(split, counts))
 
-    def predicted(self, outputs) -> list[str]:
+    def class_of_f1(self):
+        return self.classes[1] if len(self.classes) == 2 else None
+
+    def predicted(self, row_results) -> list[str]:
         """The likeliest class of each row."""
-        return [self.classes[number] for number in outputs.argmax(-1)]
+        return [self.classes[number] for number in row_results.argmax(-1)]
 
-    def sides(self, split, outputs):
-        return metrics.Sides([row.label for row in split.rows], self.predicted(outputs), self.classes)
+    def sides(self, split, row_results):
+        return scoring.Sides([row.label for row in split.rows], self.predicted(row_results), self.classes)
 
-    def predictions(self, split, outputs):
-        probabilities = metrics.probability_columns(self.classes, outputs)
-        return {"prediction": self.predicted(outputs), **probabilities}
+    def predictions(self, split, row_results):
+        probabilities = scoring.probability_columns(self.classes, row_results)
+        return {"prediction": self.predicted(row_results), **probabilities}
 
 
 class MultiLabelClassification(TextTask):
     """Several labels at once, or none, for a text or a pair of texts: a yes or no for each label."""
 
     problem_type = "multi_label_classification"
-    restored = ("classes",)
+    needed_to_predict = ("classes",)
     main_metric = "f1"
     metrics_shown = ("f1", "macro_f1", "exact_match")
 
@@ -154,7 +174,7 @@ class MultiLabelClassification(TextTask):
             self.learn_classes(train, set().union(*labels), train.class_names.get(self.label_column), least=1)
 
     def targets(self, split):
-        """1 for each label that a row has, 0 for each other one (N, C)."""
+        """1 for each label that a row has, 0 for each other one (N, C); a row without a label has zeros."""
         count = len(split.rows)
         labels = len(self.classes)
         if count * labels > MOST_YES_AND_NO:
@@ -162,10 +182,9 @@ class MultiLabelClassification(TextTask):
                 f"{split.title}: {count:,} rows with a yes or no for each of {labels:,} labels are more than "
                 f"{MOST_YES_AND_NO:,} of them; give fewer rows, or fewer labels"
             )
-        number_of = {name: number for number, name in enumerate(self.classes)}
         targets = np.zeros((count, labels), dtype=np.int8)
         for number, row in enumerate(split.rows):
-            targets[number, [number_of[name] for name in row.label or []]] = 1
+            targets[number, [self.number_of[name] for name in row.label or []]] = 1
         return targets
 
     def loss(self, logits, labels):
@@ -174,26 +193,26 @@ class MultiLabelClassification(TextTask):
             logits[counts], labels[counts].to(logits.dtype), reduction="sum"
         )
 
-    def metrics(self, split, outputs):
-        return metrics.multilabel_metrics(self.targets(split), self.predicted(outputs))
+    def metrics(self, split, row_results):
+        return scoring.multilabel_metrics(self.targets(split), self.predicted(row_results))
 
     def baseline(self, train, split):
         shares = self.targets(train).mean(0)
-        found = self.always(split, shares - 0.5)
-        return Baseline("always the labels of more than half of the training rows", found)
+        of_more_than_half = self.always(split, shares - 0.5)  # a label is chosen if this is above 0, as a logit
+        return Baseline("always the labels of more than half of the training rows", of_more_than_half)
 
-    def predicted(self, outputs) -> np.ndarray:
+    def predicted(self, row_results) -> np.ndarray:
         """1 for each label that a row is predicted to have, 0 for each other one (N, C)."""
-        return (outputs > 0).astype(np.int8)
+        return (row_results > 0).astype(np.int8)
 
-    def sides(self, split, outputs):
-        return metrics.Sides(self.targets(split), self.predicted(outputs), self.classes)
+    def sides(self, split, row_results):
+        return scoring.Sides(self.targets(split), self.predicted(row_results), self.classes)
 
-    def predictions(self, split, outputs):
+    def predictions(self, split, row_results):
         chosen = []
-        for logits in outputs:
+        for logits in row_results:
             chosen.append([name for name, logit in zip(self.classes, logits, strict=True) if logit > 0])
-        return {"prediction": chosen, **metrics.probability_columns(self.classes, outputs, of_each=True)}
+        return {"prediction": chosen, **scoring.probability_columns(self.classes, row_results, of_each=True)}
 
     def in_csv(self, predicted):
         """
@@ -220,7 +239,7 @@ class Regression(TextTask):
     """
 
     problem_type = "regression"
-    restored = ("mean", "deviation")
+    needed_to_predict = ("mean", "deviation")
     main_metric = "pearson_spearman_mean"
     metrics_shown = ("pearson", "spearman", "pearson_spearman_mean", "mse", "mae")
 
@@ -263,6 +282,7 @@ class Regression(TextTask):
         self.deviation = learnt["deviation"]
 
     def targets(self, split):
+        """The standardised labels (N,); NaN for a row without a label."""
         return (np.array([row.label for row in split.rows], dtype=float) - self.mean) / self.deviation
 
     def loss(self, logits, labels):
@@ -273,16 +293,17 @@ class Regression(TextTask):
 
     @torch.no_grad()
     def finish(self, model):
-        last = [module for module in model.modules() if isinstance(module, torch.nn.Linear)][-1]
+        linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        last = linear[-1]
         assert last.out_features == 1, "the head's last layer gives the number"
         last.weight.mul_(self.deviation)
         last.bias.mul_(self.deviation).add_(self.mean)
 
-    def metrics(self, split, outputs):
-        return metrics.number_metrics([row.label for row in split.rows], outputs[:, 0])
+    def metrics(self, split, row_results):
+        return scoring.number_metrics([row.label for row in split.rows], row_results[:, 0])
 
     def baseline(self, train, split):
         return Baseline("always the mean of the training labels", self.always(split, [self.mean]))
 
-    def predictions(self, split, outputs):
-        return {"prediction": [float(f"{value:.9g}") for value in outputs[:, 0]]}
+    def predictions(self, split, row_results):
+        return {"prediction": [float(f"{value:.9g}") for value in row_results[:, 0]]}

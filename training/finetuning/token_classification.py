@@ -8,7 +8,7 @@ import numpy as np
 from transformers import DataCollatorForTokenClassification
 
 from d2l_bert.messages import UserError, counted
-from d2l_bert.training.finetuning import metrics
+from d2l_bert.training.finetuning import scoring
 from d2l_bert.training.finetuning.cells import check_length, check_text, list_in, listed, name_of
 from d2l_bert.training.finetuning.features import Features, Window, encoded, note_of_windows
 from d2l_bert.training.finetuning.tasks import Baseline, Task
@@ -23,8 +23,8 @@ class TokenClassification(Task):
 
     The first piece of a word has the word's tag as its label, the others have -100, which the loss leaves out (Devlin
     et al., 2018, section 5.3). A text of more tokens than `max_seq_length` is cut into windows, so that every word
-    gets a tag: a window's positions are those of first pieces, its places the numbers of their words. `outputs` are
-    the predicted tags of each row, one for each word.
+    gets a tag: a window's positions are those of first pieces, its places the numbers of their words. `row_results`
+    are the predicted tags of each row, one for each word.
 
     Attributes:
         scheme: the scheme of entities that the tags belong to, such as BIO; None for other tags.
@@ -33,7 +33,7 @@ class TokenClassification(Task):
 
     auto_class = "AutoModelForTokenClassification"
     main_metric = "f1"
-    restored = ("classes", "default", "scheme")
+    needed_to_predict = ("classes", "default", "scheme")
     metrics_shown = ("f1", "precision", "recall", "strict_f1", "accuracy")
     collator = DataCollatorForTokenClassification
     usual_columns = {"text_column": ("tokens", "words"), "label_column": ("ner_tags", "tags", "labels", "label")}
@@ -58,12 +58,12 @@ class TokenClassification(Task):
         counts = Counter(tag for row in train.rows for tag in row.label or [])
         self.learn_classes(train, set(counts), train.class_names.get(self.label_column))
         self.default = "O" if "O" in counts else counts.most_common(1)[0][0]
-        self.scheme = metrics.scheme_of(self.classes)
+        self.scheme = scoring.scheme_of(self.classes)
         if self.scheme is None:
             self.main_metric = "accuracy"
             self.metrics_shown = ("accuracy",)
             logger.info(
-                f"the tags ({listed(self.classes)}) are not of {', '.join(metrics.SCHEMES)}: the figure is the "
+                f"the tags ({listed(self.classes)}) are not of {', '.join(scoring.SCHEMES)}: the figure is the "
                 f"accuracy over words"
             )
         else:
@@ -88,11 +88,11 @@ class TokenClassification(Task):
         texts = [row.texts for row in split.rows]
         features = []
         windows = []
-        seen = set()  # the words that earlier windows have
+        seen = set()  # row and number of each word that an earlier window has
         for number, inputs, encoding in encoded(
             tokenizer, [texts], max_seq_length, is_split_into_words=True, return_overflowing_tokens=True
         ):
-            firsts = {}  # the position of the first piece of each word
+            firsts = {}  # for each other word of this window the position of its first piece
             for position, word in enumerate(encoding.word_ids):
                 if word is not None and (number, word) not in seen:
                     firsts.setdefault(word, position)
@@ -110,7 +110,7 @@ class TokenClassification(Task):
     def loss(self, logits, labels):
         return super().loss(logits.flatten(0, 1), labels.flatten())
 
-    def row_outputs(self, split, windows, logits):
+    def by_row(self, split, windows, logits):
         """The predicted tags of each row, of the logits (N, T, C) of all features."""
         tags = [[self.default] * len(row.texts) for row in split.rows]
         for window, of_window in zip(windows, logits, strict=True):
@@ -119,38 +119,39 @@ class TokenClassification(Task):
                 tags[window.row][word] = self.classes[number]
         return tags
 
-    def metrics(self, split, outputs):
-        return metrics.tag_metrics([row.label for row in split.rows], outputs, self.scheme is not None)
+    def metrics(self, split, row_results):
+        return scoring.tag_metrics([row.label for row in split.rows], row_results, self.scheme is not None)
 
     def baseline(self, train, split):
         counts = Counter()
         for row in train.rows:
             counts.update(zip(row.texts, row.label, strict=True))
         usual = {}
-        for (word, tag), _ in counts.most_common():
+        for (word, tag), _ in counts.most_common():  # the most frequent tag of a word comes first
             usual.setdefault(word, tag)
         predicted = []
         for row in split.rows:
             predicted.append([usual.get(word, self.default) for word in row.texts])
         return Baseline("each word's most frequent tag in the training rows", self.metrics(split, predicted))
 
-    def sides(self, split, outputs):
+    def sides(self, split, row_results):
         gold = [row.label for row in split.rows]
         if self.scheme is not None:
-            return metrics.types_at_spans(gold, outputs)
-        return metrics.Sides(list(itertools.chain(*gold)), list(itertools.chain(*outputs)), self.classes)
+            return scoring.types_at_spans(gold, row_results)
+        return scoring.Sides(list(itertools.chain(*gold)), list(itertools.chain(*row_results)), self.classes)
 
-    def predictions(self, split, outputs):
-        columns = {"prediction": outputs}
+    def predictions(self, split, row_results):
+        columns = {"prediction": row_results}
         if self.scheme is not None:
-            columns["entities"] = [entities_in(row.texts, tags) for row, tags in zip(split.rows, outputs, strict=True)]
+            tagged = zip(split.rows, row_results, strict=True)
+            columns["entities"] = [entities_in(row.texts, tags) for row, tags in tagged]
         return columns
 
 
 def entities_in(words: tuple[str, ...], tags: list[str]) -> list[dict]:
     """The entities that the tags of a text mark, as the table of predictions has them."""
     found = []
-    for kind, begin, end in metrics.entities(tags):
+    for kind, begin, end in scoring.entities(tags):
         text = " ".join(words[begin:end])
         found.append({"type": kind, "text": text, "first_word": begin, "last_word": end - 1})
     return found

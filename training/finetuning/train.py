@@ -1,4 +1,4 @@
-"""`finetune`: trains one model for each rate and seed, and leaves the best one with its figures."""
+"""`finetune`: trains a model for each rate, then for each seed with the best rate; keeps the best model."""
 
 import contextlib
 import logging
@@ -17,7 +17,7 @@ from d2l_bert.records import read_record
 from d2l_bert.tokenization.model_files import without_log_messages
 from d2l_bert.training import processes, run_folder
 from d2l_bert.training.checkpoint import WEIGHTS_FILE, check_hashes, checkpoints, delete_old, hashes_of, versions
-from d2l_bert.training.finetuning import metrics, models, trainer
+from d2l_bert.training.finetuning import models, scoring, trainer
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.folder import MODEL_FOLDER, write_folder
 from d2l_bert.training.finetuning.outputs import Outputs, figures_of, outputs_of
@@ -55,7 +55,7 @@ def finetune(config: FinetuneConfig) -> Path:
         with contextlib.ExitStack() as stack:
             processes.on_main(run_folder.enter_finetuning, config, plan.folder, record, stack)
             outcome = train(plan)
-            messages.report.info(finish(plan, record, outcome))
+            messages.report.info(finish(plan, record, outcome))  # `report` is the logger of what goes to stdout
         if config.push_to_hub:
             settings = PublishConfig(public=not config.hub_private_repo)
             messages.report.info(processes.on_main(publish.publish, plan.folder, repository_of(config), settings))
@@ -77,6 +77,7 @@ def train(plan: Plan) -> Outcome:
     """
     of_rates = train_stable(plan, [Attempt(rate, plan.config.seed) for rate in plan.rates])
     rate = best_of(plan, of_rates)["learning_rate"] if of_rates else min(plan.rates)
+    # The model of the first seed with this rate is finished: its result is read back.
     of_seeds = train_stable(plan, [Attempt(rate, seed) for seed in plan.seeds])
     if not of_seeds:
         raise UserError(
@@ -103,7 +104,7 @@ def best_of(plan: Plan, results: list[Result]) -> Result:
 
     def rank(result):
         figures = result["validation"]
-        return metrics.goodness(plan.metric, figures[plan.metric]), -figures["loss"]
+        return scoring.goodness(plan.metric, figures[plan.metric]), -figures["loss"]
 
     return max(results, key=rank)
 
@@ -114,8 +115,8 @@ def result_of(plan: Plan, attempt: Attempt) -> Result:
     if (folder / RESULT_FILE).exists():
         return read_result(plan, attempt)
     checkpoint, seconds = processes.on_main(trainer.last_checkpoint, folder)
-    callback = trainer.Checkpoints(seconds)
-    training = make_trainer(plan, attempt, callback)
+    checkpoint_callback = trainer.Checkpoints(seconds)
+    training = make_trainer(plan, attempt, checkpoint_callback)
     if checkpoint is not None:
         logger.info(f"{folder.name}: goes on from {Path(checkpoint).name}")
     training.train(resume_from_checkpoint=checkpoint)
@@ -125,7 +126,7 @@ def result_of(plan: Plan, attempt: Attempt) -> Result:
         "seed": attempt.seed,
         "steps": state.global_step,
         "best_step": state.best_global_step or state.global_step,
-        "seconds": callback.seconds(),
+        "seconds": checkpoint_callback.seconds(),
         "versions": versions(),
         "log": [row for row in state.log_history if "loss" in row or "eval_loss" in row],
     }
@@ -140,15 +141,15 @@ def result_of(plan: Plan, attempt: Attempt) -> Result:
     return processes.on_main(_keep, folder, model, result)
 
 
-def make_trainer(plan: Plan, attempt: Attempt, callback: trainer.Checkpoints) -> trainer.TaskTrainer:
+def make_trainer(plan: Plan, attempt: Attempt, checkpoint_callback: trainer.Checkpoints) -> trainer.TaskTrainer:
     """Trainer for one model, with its fresh head."""
     arguments = plan.arguments(attempt)
     transformers.set_seed(attempt.seed)
     model = models.make_model(plan.start.config, plan.start.revision, plan.task)
     validation = plan.features["validation"].inputs if "validation" in plan.features else None
 
-    def figures(found):
-        return measure(plan, "validation", Outputs(found.predictions, found.label_ids))
+    def compute_metrics(evaluation):
+        return measure(plan, "validation", Outputs(evaluation.predictions, evaluation.label_ids))
 
     return trainer.TaskTrainer(
         plan.task,
@@ -157,17 +158,19 @@ def make_trainer(plan: Plan, attempt: Attempt, callback: trainer.Checkpoints) ->
         plan.start.tokenizer,
         train_dataset=plan.features["train"].inputs,
         eval_dataset=validation,
-        compute_metrics=figures,
-        callbacks=callbacks_of(plan.config, callback),
+        compute_metrics=compute_metrics,
+        callbacks=callbacks_of(plan.config, checkpoint_callback),
     )
 
 
-def callbacks_of(config: FinetuneConfig, callback: trainer.Checkpoints) -> list[transformers.TrainerCallback]:
-    """The callbacks of a training: early stopping, `callback`, and a progress bar where there is a terminal."""
+def callbacks_of(
+    config: FinetuneConfig, checkpoint_callback: trainer.Checkpoints
+) -> list[transformers.TrainerCallback]:
+    """The callbacks of a training: early stopping, the given one, and a progress bar where there is a terminal."""
     callbacks = []
     if config.early_stopping_patience is not None:
         callbacks.append(transformers.EarlyStoppingCallback(config.early_stopping_patience))
-    callbacks.append(callback)
+    callbacks.append(checkpoint_callback)
     if sys.stderr.isatty():
         callbacks.append(trainer.Bar())
     return callbacks
@@ -242,7 +245,7 @@ def _is_possible(metric: str, value) -> bool:
     """Whether a value of JSON can be that of a metric."""
     if not _is_number(value):
         return False
-    return not metrics.is_share(metric) or 0 <= value <= 1
+    return not scoring.is_share(metric) or 0 <= value <= 1
 
 
 def _is_number(value) -> bool:
@@ -270,12 +273,14 @@ def finish(plan: Plan, record: dict, outcome: Outcome) -> str:
     saved = plan.folder_of(best) / MODEL_FOLDER
     with messages.reading_model(str(saved)):
         model = getattr(transformers, plan.task.auto_class).from_pretrained(saved, trust_remote_code=False)
-    outputs = {}
+    row_results = {}
     for name, split in plan.splits.items():
-        is_in_table = name == "test"  # of predictions
-        if is_in_table or name == plan.reported():
-            logits = plan.task.rescaled(predict(plan, model, name).logits)
-            outputs[name] = plan.task.row_outputs(split, plan.features[name].windows, logits)
-    if outputs:
-        model.config.use_cache = False  # the configuration of a model that has predicted, since Trainer did that
-    return processes.on_main(write_folder, plan, record, model, outputs, outcome)
+        is_predicted = name == "test"  # its predictions are written to a table
+        if is_predicted or name == plan.reported_by_class():
+            logits = predict(plan, model, name).logits
+            row_results[name] = plan.task.row_results(split, plan.features[name], logits)
+    if row_results:
+        # For the model's config.json: a run with predictions writes "use_cache": false there, as in the releases in
+        # which Trainer predicted and set it.
+        model.config.use_cache = False
+    return processes.on_main(write_folder, plan, record, model, row_results, outcome)

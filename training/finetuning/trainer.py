@@ -11,11 +11,12 @@ import transformers
 
 from d2l_bert import folders
 from d2l_bert.messages import UserError
+from d2l_bert.model_cards.figures import shown_metric
 from d2l_bert.records import read_record
 from d2l_bert.training.checkpoint import WEIGHTS_FILE, check_hashes, checkpoints, delete, hashes_of, versions
 from d2l_bert.training.finetuning.config import FinetuneConfig
-from d2l_bert.training.finetuning.metrics import LOWER_IS_BETTER, shown
 from d2l_bert.training.finetuning.outputs import make_collator
+from d2l_bert.training.finetuning.scoring import LOWER_IS_BETTER
 from d2l_bert.training.finetuning.tasks import Task
 
 
@@ -135,31 +136,37 @@ class TaskTrainer(transformers.Trainer):
         options: further arguments of `Trainer`.
     """
 
+    # Trainer reads this: it then leaves out its own division by `gradient_accumulation_steps`.
     loss_is_scaled_for_ga = True
 
     def __init__(self, task: Task, model, arguments: transformers.TrainingArguments, tokenizer, **options):
         super().__init__(model, arguments, data_collator=make_collator(task, model, tokenizer), **options)
         self.task = task
-        self.remove_callback(transformers.PrinterCallback)  # which Trainer adds where it has no bar
+        self.remove_callback(transformers.PrinterCallback)  # Trainer adds it where it has no progress bar
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """The batches of a step, and how many labels all processes have in it."""
+        """
+        The batches of a step, and how many labels all processes have in it.
+
+        Accelerate fills the last batches of an epoch with rows of the epoch's beginning. These do not count: they get
+        the label -100. For example, 2 processes with batches of 4 rows share 10 rows: 2 rows are left for the last
+        batches. The first 2 rows of process 0 are these, and its other 2 and all 4 of process 1 were filled in.
+        """
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.accelerator.gradient_state.end_of_dataloader:
-            # Accelerate fills the last batches with rows of the epoch's beginning: these do not count.
-            of_process = self.args.train_batch_size
-            of_all = of_process * self.args.world_size
-            left = len(self.train_dataset) % of_all or of_all
-            own = max(0, left - of_process * self.args.process_index)
+            of_process = self.args.train_batch_size  # 4 in the example
+            of_all = of_process * self.args.world_size  # 8
+            left = len(self.train_dataset) % of_all or of_all  # 2
+            own = max(0, left - of_process * self.args.process_index)  # 2 in process 0, 0 in process 1
             batches[-1]["labels"][own:] = -100
         count = sum((batch["labels"] != -100).sum() for batch in batches)
         return batches, self.accelerator.reduce(count.to(device))
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """The loss of a batch; that of an evaluation is replaced by the one of `figures`."""
+        """The loss of a batch. In an evaluation, the loss that `compute_metrics` gives replaces it."""
         labels = inputs.pop("labels")
         logits = self.task.logits(model(**inputs), inputs["attention_mask"])
-        # The processes' gradients are averaged, and are to be added up.
+        # DDP averages the gradients of the processes; times their number, it is the sum.
         loss = self.task.loss(logits, labels) * self.args.world_size / (num_items_in_batch or 1)
         return (loss, {"logits": logits}) if return_outputs else loss
 
@@ -180,11 +187,11 @@ class Checkpoints(transformers.TrainerCallback):
     one before (`save_total_limit`): a run that is killed in between resumes from that one.
 
     Args:
-        before: the seconds of training before the checkpoint that training goes on from.
+        seconds_before: the seconds of training before the checkpoint that training goes on from.
     """
 
-    def __init__(self, before: float):
-        self.began = time.monotonic() - before
+    def __init__(self, seconds_before: float):
+        self.began = time.monotonic() - seconds_before
 
     def seconds(self) -> float:
         """The seconds of training so far."""
@@ -200,8 +207,10 @@ class Checkpoints(transformers.TrainerCallback):
         loss = metrics["eval_loss"]
         losses = {row["step"]: row.get("eval_loss") for row in state.log_history}
         if value == state.best_metric and loss < losses[state.best_global_step]:
-            state.best_metric = None  # Trainer compares after this, and takes the first value for the best
-        chooses = f", {name} {shown(name, value)}" if name != "loss" else ""
+            # Of equal values, that of the lower loss is the best: Trainer compares after this callback, and without a
+            # best value takes the present one.
+            state.best_metric = None
+        chooses = f", {name} {shown_metric(name, value)}" if name != "loss" else ""
         left = self.seconds() * (state.max_steps / state.global_step - 1)
         logger.info(
             f"{args.run_name}: epoch {state.epoch:.3g}, step {state.global_step}/{state.max_steps}: "
@@ -209,7 +218,9 @@ class Checkpoints(transformers.TrainerCallback):
         )
 
     def on_save(self, args, state, control, **kwargs):
-        if control.should_training_stop:  # Trainer, resumed at the last step, would train on: go back one checkpoint
+        if control.should_training_stop:
+            # The last checkpoint is not marked. Resumed from it, Trainer would go on behind the last step; resumed
+            # from the one before, it ends as an uninterrupted run does.
             return
         args.distributed_state.wait_for_everyone()  # each process writes the state of its random numbers
         last = Path(args.output_dir, f"checkpoint-{state.global_step}")
@@ -246,10 +257,10 @@ def _read_complete(path):
     record = read_record(path / COMPLETE_FILE, Complete, allow_nan=True)
     check_hashes(path, record["sha256"], (STATE_FILE, WEIGHTS_FILE))
     best = read_record(path / STATE_FILE, Best, allow_nan=True).get("best_global_step")
-    before = path.with_name(f"checkpoint-{best}")
-    if best and before != path:
-        of_best = read_record(before / COMPLETE_FILE, Complete, allow_nan=True)
+    best_folder = path.with_name(f"checkpoint-{best}")
+    if best and best_folder != path:
+        of_best = read_record(best_folder / COMPLETE_FILE, Complete, allow_nan=True)
         if not of_best:
-            raise UserError(f"the best one before it, {before.name}, is gone")
-        check_hashes(before, of_best["sha256"], (WEIGHTS_FILE,))
+            raise UserError(f"the best one before it, {best_folder.name}, is gone")
+        check_hashes(best_folder, of_best["sha256"], (WEIGHTS_FILE,))
     return record

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from d2l_bert.options import MACHINE, OUTPUT, TEXT, Options, option, option_of
+from d2l_bert.options import MACHINE, OUTPUT, TEXT, Options, PathOption, option, option_of
 from d2l_bert.tokenization.config import Separator, SourceConfig
 
 
@@ -18,7 +18,7 @@ class EmbedConfig(Options):
         UserError: from `check`, for a value out of its range or values that contradict each other.
     """
 
-    output: str | None = option(
+    output: PathOption | None = option(
         None,
         "new file for the vectors: .npy (an array, a row for each line) or .parquet (your columns and vector)",
         OUTPUT,
@@ -75,7 +75,7 @@ class AttentionConfig(Options):
         UserError: from `check`, for a value out of its range or values that contradict each other.
     """
 
-    output: str = option("attention.png", "new file for the picture", OUTPUT, metavar="FILE.png", common=True)
+    output: PathOption = option("attention.png", "new file for the picture", OUTPUT, metavar="FILE.png", common=True)
     layer: int | None = option(
         None, "show this layer only, counted from 1", OUTPUT, within="[1, 2147483647]", common=True
     )

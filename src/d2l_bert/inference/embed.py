@@ -65,7 +65,8 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
     counts = Counts()
     columns = None
     size = encoder.model.config.hidden_size
-    with vector_file(Path(config.output), size) if config.output else contextlib.nullcontext() as append:
+    output = vector_file(Path(config.output), size) if config.output else contextlib.nullcontext()
+    with output as append:
         groups = grouped(all_rows, lambda row: max(len(row[0]), 256), GROUP_CHARACTERS)
         for rows in messages.with_progress(groups, f"embedding {source}", documents_in=len, unit="line"):
             lines = [line for line, _ in rows]
@@ -86,7 +87,7 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
             raise messages.UserError(f"{source}: no line; give texts")
         if not counts.characters:
             raise messages.UserError(f"{source}: no text but {counts.lines:,} empty lines; give texts")
-    if any(query.overflowing for query in nearest.queries):
+    if any(encoding.overflowing for encoding in nearest.text_encodings):
         logger.warning(f"nearest: a text is cut off after {encoder.limit:,} tokens")
     for line in counts.losses(encoder.limit):
         logger.warning(line)
@@ -187,9 +188,9 @@ class Nearest:
     def __init__(self, encoder: LineEncoder, texts: list[str], top_k: int):
         self.texts = texts
         self.top_k = top_k
-        self.queries = encoder.tokenizer.backend_tokenizer.encode_batch(texts)
-        self.wanted = encoder.vectors_of(self.queries)
-        self.even = None  # as of `evened`, from the first group on
+        self.text_encodings = encoder.tokenizer.backend_tokenizer.encode_batch(texts)
+        self.text_vectors = encoder.vectors_of(self.text_encodings)
+        self.even = None  # the function that `evened` makes of the first group's vectors
         self.best = [[] for _ in texts]  # of each text: the negative cosine, the number and the line, nearest first
 
     def add(self, lines: list[str], vectors: torch.Tensor, first: int) -> None:
@@ -204,7 +205,7 @@ class Nearest:
         if self.even is None:
             self.even = evened(vectors[has_text])
         vectors = self.even(vectors)
-        for place, query in enumerate(self.even(self.wanted)):
+        for place, query in enumerate(self.even(self.text_vectors)):
             negative = (-torch.cosine_similarity(vectors, query)).tolist()  # the largest cosine comes first
             numbered = zip(negative, range(first, first + len(lines)), lines, strict=True)
             new = [each for each, is_text in zip(numbered, has_text, strict=True) if is_text]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from d2l_bert.messages import explained
-from d2l_bert.model_cards.figures import METRICS, shown_metric
+from d2l_bert.model_cards.figures import ON_ROWS
 
 
 with explained(
@@ -62,12 +62,7 @@ def goodness(name: str, value: float) -> float:
 
 def is_share(name: str) -> bool:
     """Whether a metric is a share, from 0 to 1, which is shown in percent."""
-    return name in METRICS and METRICS[name][1] == "%"
-
-
-def shown(name: str, value: float) -> str:
-    """The value of a metric for people: in percent, or with four decimals."""
-    return shown_metric(name, value)
+    return name in ON_ROWS and ON_ROWS[name].unit == "%"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
