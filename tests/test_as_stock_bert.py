@@ -14,7 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, EncoderDecoderModel
 
 import d2l_bert
-from d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining, D2lBertForPreTrainingOutput, UserError
+from d2l_bert import (
+    D2lBertForMaskedLM,
+    D2lBertForPreTraining,
+    D2lBertForPreTrainingOutput,
+    PretrainConfig,
+    UserError,
+    pretrain,
+)
 from d2l_bert.modeling import modeling_d2l_bert as modeling
 
 
@@ -144,6 +151,9 @@ def test_a_stock_configuration_is_refused_with_the_way_to_convert():
     config = BertConfig(**SIZES)
     with pytest.raises(TypeError, match="takes a D2lBertConfig, got a BertConfig; d2l-bert convert --from bert"):
         D2lBertForPreTraining(config)
+    run = PretrainConfig(corpus=["none"], output_dir="none", max_steps=3)
+    with pytest.raises(UserError, match=r"is a BertConfig, not a D2lBertConfig.*read_architecture\(init_from\)"):
+        pretrain(config, run)
 
 
 def auto_map_of(folder):
