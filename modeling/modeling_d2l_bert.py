@@ -212,7 +212,10 @@ PLACES_OF_OTHER_HOOKS = ("torch.distributed.", "transformers.utils.")
 
 def is_watched(module: nn.Module) -> bool:
     """Whether a hook on a module may read what the module takes or gives."""
-    places = [str(getattr(hook, "__module__", None)) for hook in hooks_of(module)]
+    hooks = hooks_of(module)
+    if not hooks:  # nearly always: this is asked for many modules in every step
+        return False
+    places = [str(getattr(hook, "__module__", None)) for hook in hooks]
     return not all(place.startswith(PLACES_OF_OTHER_HOOKS) for place in places)
 
 
