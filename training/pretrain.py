@@ -23,6 +23,7 @@ from d2l_bert.model_cards.config import check_license
 from d2l_bert.model_cards.publish import check_push, publish_run
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.pair_tasks import PAIR_TASKS, unit
+from d2l_bert.tokenization.account import write_account
 from d2l_bert.tokenization.prepared_folder import PreparedText, corpus_is_prepared
 from d2l_bert.training import checkpoint, compiling, devices, initialize, processes, run_folder, schedule
 from d2l_bert.training.bigram_start import start_from_bigrams
@@ -183,6 +184,7 @@ def train(
             return
         record = run_folder.make_record(run, architecture, text, accelerator)
         on_main(run_folder.start_folder, folder, record, progress.step)
+        on_main(write_account, folder, text.account)
         marks = word_marks(run.save_words)
         word_saver = WordSaver(learner, folder, record, text.tokenizer, marks, progress)
         on_main(word_saver.delete_outdated)
