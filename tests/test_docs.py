@@ -115,6 +115,7 @@ def workspace(my_bert, books, here, tmp_path, monkeypatch):
         "texts.txt": ["Anna found a hammer.", "The valley was old."],
         "tomorrow.csv": ["text,question", *(f"{text},{text}" for text in texts)],
         "letters.csv": ["no;letter", "1;The valley was old."],
+        "ner.csv": ["Sentence #,Word,Tag", "Sentence: 1,Ada,B-PER", ",left,O"],
     }
     for name in ("train", "dev", "test"):
         tables[f"{name}.conll"] = ["Ada B-PER\nmoved O\nto O\nYork B-LOC\n"] * 8
