@@ -6,23 +6,21 @@ from pathlib import Path
 
 from d2l_bert import folders
 from d2l_bert.messages import counted, shortened
+from d2l_bert.tokenization.account import ACCOUNT_FILE
 from d2l_bert.training.finetuning.cells import LONGEST_SHOWN, shown_line, visible
 from d2l_bert.training.finetuning.features import Features
 from d2l_bert.training.finetuning.rows import Row, Split
 from d2l_bert.training.finetuning.tasks import Task
 
 
-# In the run's folder. It has texts of the rows, so it is no part of records and cards, and is not published.
-READING_FILE = "reading.txt"
-
 # A line shows so many classes at most, half of them the rarest.
 MOST_CLASSES = 10
 
-# Of a class the most characters in a line; of a text in `READING_FILE`.
+# Of a class the most characters in a line; of a text in `ACCOUNT_FILE`.
 LONGEST_NAME = 20
 LONGEST_TEXT = 2_000
 
-# The most rows, doubles and contradictions that `READING_FILE` lists.
+# The most rows, doubles and contradictions that `ACCOUNT_FILE` lists.
 MOST_EXAMPLES = 5
 MOST_LISTED = 50
 
@@ -200,13 +198,13 @@ def _places(rows: list[Row]) -> str:
 
 
 def write_account(folder: Path, task: Task, splits: dict[str, Split]) -> None:
-    """Write `READING_FILE`, which has what the lines have no room for, to the folder of a run."""
-    with folders.atomic_file(folder / READING_FILE) as partial:
+    """Write `ACCOUNT_FILE`, which has what the lines have no room for, to the folder of a run."""
+    with folders.atomic_file(folder / ACCOUNT_FILE) as partial:
         partial.write_text("\n".join(whole_account(task, splits)) + "\n", encoding="utf-8", errors="replace")
 
 
 def whole_account(task: Task, splits: dict[str, Split]) -> list[str]:
-    """The lines of `READING_FILE`."""
+    """The lines of `ACCOUNT_FILE`."""
     rows = rows_as_given(splits)
     lines = ["What d2l-bert finetune has read. It has texts of the rows: d2l-bert publish leaves it here.", ""]
     lines += [line_of_columns(task, splits["train"].columns), *task.remarks(rows), ""]

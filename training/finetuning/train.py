@@ -55,7 +55,7 @@ def finetune(config: FinetuneConfig) -> Path:
         with contextlib.ExitStack() as stack:
             processes.on_main(run_folder.enter_finetuning, config, plan.folder, record, stack)
             processes.on_main(account.write_account, plan.folder, plan.task, plan.splits)
-            logger.info(f"{account.READING_FILE} in the output folder has more of what was read")
+            logger.info(f"{account.ACCOUNT_FILE} in the output folder has more of what was read")
             outcome = train(plan)
             messages.report.info(finish(plan, record, outcome))  # `report` is the logger of what goes to stdout
         if config.push_to_hub:
