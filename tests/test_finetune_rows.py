@@ -500,7 +500,7 @@ def test_what_was_read_is_shown_in_few_lines(task, tmp_path, tokenizer):
     assert "line " in lines[2] and "is read as: " in lines[2] and "..." in lines[2]
     assert any(re.match(r"\d+ rows with texts and label of an earlier one", line) for line in lines)
     account.write_account(tmp_path, task, splits)
-    written = (tmp_path / account.READING_FILE).read_text()
+    written = (tmp_path / account.ACCOUNT_FILE).read_text()
     assert lines[0] in written and "validation: " in written
 
 
