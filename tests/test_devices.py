@@ -27,6 +27,7 @@ from d2l_bert import RECIPES, D2lBertConfig, pretrain
 from d2l_bert.messages import UserError
 from d2l_bert.training import devices, processes
 from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.signals import StopSignals
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -86,6 +87,24 @@ def test_unsupported_engines_are_refused_in_one_line(monkeypatch, fails, tmp_pat
     monkeypatch.setenv(variable, "true")
     assert what in fails("pretrain", "--output_dir", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_hosts_that_cannot_be_connected_are_told_what_to_set(monkeypatch):
+    def fail(**options):
+        raise RuntimeError("Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:144] no error")
+
+    monkeypatch.setattr(processes, "PartialState", lambda: SimpleNamespace(num_processes=2, process_index=0))
+    monkeypatch.setattr(torch.distributed, "new_group", fail)
+    with pytest.raises(UserError, match="connectFullMesh failed.*; set GLOO_SOCKET_IFNAME to"), processes.together():
+        pass
+
+
+def test_a_vote_to_stop_does_not_wait_for_the_device():
+    """Nothing can be read from the device "meta"."""
+    stop = StopSignals(SimpleNamespace(device=torch.device("meta"), num_processes=1))
+    assert not stop.should_stop()
+    stop.received_signal = signal.SIGTERM
+    assert stop.should_stop() and stop.agreed_signal == signal.SIGTERM
 
 
 def test_gradient_accumulation_set_by_the_launcher_does_not_divide_the_loss(monkeypatch):
