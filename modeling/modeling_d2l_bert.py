@@ -670,6 +670,20 @@ def head_dropout(config):
     return Dropout(config.hidden_dropout_prob if probability is None else probability)
 
 
+def check_attention(name: str | dict | None) -> None:
+    """
+    Check the name of an attention implementation, before Transformers looks for it on the Hub.
+
+    Raises:
+        ValueError: it is one of Transformers' flash attentions, or a kernel of the Hub.
+    """
+    if isinstance(name, str) and ("/" in name or name.removeprefix("paged|").startswith("flash_attention")):
+        raise ValueError(
+            f"attn_implementation {name} cannot compute these models; give sdpa, which runs flash attention on GPUs "
+            f"that have it (`d2l-bert pretrain` also has varlen, flash attention without padding)"
+        )
+
+
 class D2lBertPreTrainedModel(PreTrainedModel):
     """
     The base class of all models: configuration, initialisation, and the settings that Transformers reads.
@@ -700,7 +714,12 @@ class D2lBertPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config, *inputs, **kwargs):
         config.check()  # `from_pretrained(..., hidden_act=...)` changes fields of a configuration that was checked
+        check_attention(config._attn_implementation)
         super().__init__(config, *inputs, **kwargs)
+
+    def set_attn_implementation(self, attn_implementation, *arguments, **named):
+        check_attention(attn_implementation)
+        super().set_attn_implementation(attn_implementation, *arguments, **named)
 
     def get_output_embeddings(self):
         return self.mlm.decoder if hasattr(self, "mlm") else None

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import gather_object
 from transformers.utils import logging as transformers_logging
 
 from d2l_bert import folders
@@ -164,7 +163,7 @@ def train(
         held_out.first_with_target()  # a text without a pair is refused before the first step
         one_segment_figures = held_out.one_segment_accuracy()
         identity = run_folder.make_identity(run, architecture, text)
-    on_main(run_folder.check_same_identity, gather_object([identity]))
+    on_main(run_folder.check_same_identity, processes.gathered([identity]))
     model = build_model(run, architecture, text, accelerator, is_resumed=resumed is not None)
     learner = Learner(accelerator, model, run)
     with compiling.compiled_blocks(learner.model, run.torch_compile):
