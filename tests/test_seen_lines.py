@@ -38,6 +38,8 @@ def test_prose_is_quiet(count):
         (lambda number: f'<doc id="{number}" url="https://example.org/{"abcdefgh"[number % 8]}">', '`<doc id="'),
         (lambda number: f"> {prose(1, number)[0]}", "begin with `>`"),
         (lambda number: f"{prose(30, number)[number][:-1]} -->", "end with `-->`"),
+        (lambda number: f"<p>{prose(30, number)[number]}", "begin with `<p>`"),
+        (lambda number: f"{prose(30, number)[number]}</p>", "end with `.</p>`"),
         (lambda number: f"{number}", "have no letter"),
         (lambda number: "THE MILL KEY", "are `THE MILL KEY`"),
         (lambda number: f"Page {number}", "are `Page 0`"),

@@ -33,6 +33,9 @@ _NUMBER = re.compile(r"\d+")
 # What begins and ends lines of prose: a word, with or without punctuation behind it, and quotation marks or a dash.
 _SIGNS = r"[.,;:!?…\"'“”‘’«»„‹›()\[\]—–-]*"
 _ORDINARY = re.compile(rf"{_SIGNS}(?:[^\W\d_]|['’])*{_SIGNS}")
+# The signs, or the tag, with which a line begins or ends.
+_SIGNS_BEFORE = re.compile(r"</?\w[\w:-]*|[^\w\s]+")
+_SIGNS_BEHIND = re.compile(r"(?:</?\w[\w:-]*>|[^\w\s]+)$")
 _HYPHEN_AT_END = re.compile(r"[^\W\d_][-\u00ad\u2010]\s*$")
 _GLUED = re.compile(rf"\w{DELETED.pattern}+\w")
 
@@ -145,11 +148,13 @@ def _without_letter(lines, shapes, least):
 
 
 def _alike(lines, shapes, least, says, place, common):
-    """The lines that begin (place 0) or end (place -1) with the same word, and all that they have in common there."""
+    """
+    The lines that begin (place 0) or end (place -1) with the same word or signs, and all that they have in common
+    there.
+    """
     groups = defaultdict(list)
     for line, shape in zip(lines, shapes, strict=True):
-        word = shape.split()[place]
-        groups[word].append((line, shape))
+        groups[_signs_or_word(shape.split()[place], place)].append((line, shape))
     for word, group in groups.items():
         fewest = max(least, NOTICED_WORD * len(lines)) if _ORDINARY.fullmatch(word) else least
         if len(group) < fewest:
@@ -157,6 +162,12 @@ def _alike(lines, shapes, least, says, place, common):
         shared = common([line for line, _ in group]).strip()
         what = _quoted(shared) if shared else f"a number, such as {_quoted(group[0][0].split()[place])}"
         yield _Recurring(len(group), f"{says} {what}", {shape for _, shape in group})
+
+
+def _signs_or_word(word, place):
+    """Of `<p>Anna` the `<p`, of `Anna.</p>` the `</p>`; a word whose signs there are ordinary as it is."""
+    signs = _SIGNS_BEFORE.match(word) if place == 0 else _SIGNS_BEHIND.search(word)
+    return signs[0] if signs and not _ORDINARY.fullmatch(signs[0]) else word
 
 
 def _common_beginning(lines):
