@@ -135,7 +135,9 @@ def _equal_lines(lines, shapes, least):
     first_of = dict(zip(reversed(shapes), reversed(lines), strict=True))
     for shape, count in Counter(shapes).items():
         if count >= least and any(map(str.isalpha, shape)):
-            yield _Recurring(count, f"are {_quoted(first_of[shape])}", {shape})
+            line = first_of[shape]
+            numbers = ", with any number" if _NUMBER.search(line) else ""
+            yield _Recurring(count, f"are {_quoted(line)}{numbers}", {shape})
 
 
 def _without_letter(lines, shapes, least):
