@@ -717,6 +717,20 @@ AUTO_MAP = {
 }
 
 
+def check_attention(name: str | dict | None) -> None:
+    """
+    Check the name of an attention implementation, before Transformers looks for it on the Hub.
+
+    Raises:
+        ValueError: it is one of Transformers' flash attentions, or a kernel of the Hub.
+    """
+    if isinstance(name, str) and ("/" in name or name.removeprefix("paged|").startswith("flash_attention")):
+        raise ValueError(
+            f"attn_implementation {name} cannot compute these models; give sdpa, which runs flash attention on GPUs "
+            f"that have it (`d2l-bert pretrain` also has varlen, flash attention without padding)"
+        )
+
+
 class D2lBertPreTrainedModel(PreTrainedModel):
     """
     The base class of all models: configuration, initialisation, and the settings that Transformers reads.
@@ -752,6 +766,7 @@ class D2lBertPreTrainedModel(PreTrainedModel):
                 "bert makes a d2l-bert model of a stock BERT"
             )
         config.check()  # `from_pretrained(..., hidden_act=...)` changes fields of a configuration that was checked
+        check_attention(config._attn_implementation)
         super().__init__(config, *inputs, **kwargs)
 
     @classmethod
@@ -777,6 +792,10 @@ class D2lBertPreTrainedModel(PreTrainedModel):
         if self.is_remote_code() and type(self).__module__ == __name__:  # then the code of all heads is saved, too
             self.config.auto_map = dict(AUTO_MAP)
         super().save_pretrained(*args, **kwargs)
+
+    def set_attn_implementation(self, attn_implementation, *arguments, **named):
+        check_attention(attn_implementation)
+        super().set_attn_implementation(attn_implementation, *arguments, **named)
 
     def get_output_embeddings(self):
         return self.mlm.decoder if hasattr(self, "mlm") else None

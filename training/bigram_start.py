@@ -87,8 +87,8 @@ def start_from_bigrams(model, run: PretrainConfig, text: PreparedText) -> None:
     head_size = config.hidden_size // config.num_attention_heads
     if config.num_attention_heads < 2 or head_size < 2:
         logger.warning(
-            f"attention_init bigrams: left out, as each neighbour needs a head of at least 2 columns, and the model "
-            f"has {config.num_attention_heads} of {head_size}"
+            f"attention_init bigrams: left out, as it needs 2 heads of 2 columns, and the model has "
+            f"{config.num_attention_heads} of {head_size}"
         )
         return
     begun = time.monotonic()
@@ -110,9 +110,8 @@ def start_from_bigrams(model, run: PretrainConfig, text: PreparedText) -> None:
             return
     seconds = time.monotonic() - begun
     logger.info(
-        f"attention_init bigrams: {bigrams.as_first.sum():,} bigrams in {seconds:.0f} s; on text that was left out, "
-        f"an MLM loss of {found.loss:.3f} at strength {found.strength:g}, {found.loss_of_frequencies:.3f} by "
-        f"frequencies"
+        f"attention_init bigrams: {bigrams.as_first.sum():,} in {seconds:.0f} s; MLM loss {found.loss:.3f} on text "
+        f"that was left out, by frequencies {found.loss_of_frequencies:.3f}"
     )
 
 
