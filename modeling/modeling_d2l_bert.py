@@ -828,7 +828,7 @@ class D2lBertPreTrainedModel(PreTrainedModel):
         return outputs, *self.mlm.logits_and_loss(outputs.last_hidden_state, labels, num_items, skip_logits)
 
     def has_watched_states(self):
-        """Whether a hook may read states that have fewer positions if the loss leaves positions out."""
+        """Whether a hook may read hidden states from which the loss would leave positions out."""
         encoder = self.base_model.encoder
         modules = [self.base_model, encoder, *encoder.layer[-1].modules(), *self.mlm.modules()]
         return has_hook_of_all_modules() or any(map(is_watched, modules))

@@ -84,6 +84,14 @@ def test_beginnings_and_an_end_are_shown(tmp_path, logged):
     assert set(logged.messages) <= set(text.account)
 
 
+def test_a_text_without_a_sentence_is_refused_and_not_shown(tmp_path, fails):
+    """With a validation text nothing has to be held out of it, so that it is first missed by the tokenizer."""
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "check.txt").write_text("It rains. It snows. It pours. It hails.\n" * 5)
+    texts = [f"--corpus={tmp_path / 'empty.txt'}", f"--validation_corpus={tmp_path / 'check.txt'}"]
+    assert "empty.txt" in fails("pretrain", *texts, f"--output_dir={tmp_path / 'run'}", "--license=mit")
+
+
 def test_the_account_enters_no_record(tmp_path):
     text = text_of(tmp_path / "books", [f"Secret {number} word." for number in range(30)])
     assert any("Secret" in line for line in text.account)

@@ -62,7 +62,7 @@ def test_the_share_is_of_the_lines_that_were_kept(monkeypatch):
     for _ in range(3):
         seen.add(lines[::-1] + [""], are_joined=False)
     assert len(seen.lines) <= 150
-    monkeypatch.setattr(seen_lines, "MOST_LINES", 10)
+    monkeypatch.setattr(seen_lines, "LINES_OF_A_SOURCE", 10)
     few = SeenLines()
     few.add(lines, are_joined=False)
     few.add(lines, are_joined=False)

@@ -13,11 +13,12 @@ logger = logging.getLogger(__name__)
 # The file in a run's or a prepared folder that has all lines. It holds text, and is never published.
 ACCOUNT_FILE = "reading.txt"
 
-# What is logged before training begins is to be read at a glance: so many lines, of so many characters. Some are left
-# for what comes behind the remarks: the counts of tokens, the second loss, the start from bigrams, the first loss.
+# A person reads at a glance what is logged before training begins: at most 14 lines of at most 120 characters.
 MOST_LINES = 14
-LATER_LINES = 4
 WIDTH = 120
+
+# Of these, the lines that follow the remarks: counts of tokens, second loss, start from bigrams, loss before training.
+LATER_LINES = 4
 
 # Characters that are shown of a document's first and last sentence, and of a source's name.
 SHOWN_OF_BEGINNING = 60
@@ -56,7 +57,7 @@ class Account:
         self._remarks.append(line)
 
     def log_remarks(self) -> None:
-        """Log as many remarks as there is room for, and say how many there are beside them."""
+        """Log the first remarks, as many as fit into `MOST_LINES`, and the number of the others."""
         room = max(1, MOST_LINES - LATER_LINES - self._logged)
         count = len(self._remarks)
         shown = count if count <= room or self.is_whole else room - 1
@@ -92,9 +93,10 @@ def odd_counts(reading: dict[str, int]) -> list[str]:
 
 
 def document_lines(store: TextStore) -> list[str]:
-    """The beginning of the first document and of one in the middle, and the end of the first."""
+    """The beginning of the first document and of one in the middle, and the end of the first; [] of no document."""
     lines = []
-    for document in dict.fromkeys((0, store.count_as_read() // 2)):
+    count = store.count_as_read()
+    for document in dict.fromkeys((0, count // 2)) if count else ():
         first, last = store.ends_as_read(document)
         end = "" if lines else f' ... "{_ending(last)}"'
         lines.append(f'document {document + 1:,}: "{shortened(first, SHOWN_OF_BEGINNING)}"{end}')

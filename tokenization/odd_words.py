@@ -11,7 +11,6 @@ ENTITY = re.compile(r"&(?:[a-z]{2,8}|#\d{2,6}|#x[0-9a-f]{2,6});", re.IGNORECASE)
 # The vowel sign E of Burmese stands behind its consonant in Unicode, and before it in the encoding Zawgyi.
 _ZAWGYI = re.compile("(?:^|[^\u1000-\u102a\u103b-\u103f\u1039\u104e\u1050-\u1109])\u1031|[\u1060-\u1063\u1069-\u106d]")
 
-
 # What Windows-1252 makes of the first byte of a character of UTF-8.
 _LEAD_BYTE = re.compile("[\u00c2-\u00f4]")
 

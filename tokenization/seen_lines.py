@@ -10,20 +10,21 @@ from d2l_bert.messages import shortened
 from d2l_bert.tokenization.rules import DELETED
 
 
-# The most lines that are kept: of the beginning of a file, or of all rows of a table, and of all files of a source.
+# The most lines that are kept of a file (or of all rows of a table), and of all files of a source.
 LINES_OF_A_FILE = 500
-MOST_LINES = 20_000
+LINES_OF_A_SOURCE = 20_000
 
 # Characters that are kept of each end of a long line.
 LONGEST_END = 500
 
-# A beginning, an end or a line is shown if this share of the lines has it, and so many lines. Words, as the "the" of a
-# book or the "INFO" of a log, need a larger share.
+# What recurs is shown if 2 % of the lines, and at least 5, have it; if it is only a word at their beginnings or ends, as
+# "the" in a book or "INFO" in a log, 20 %.
 NOTICED = 0.02
-NOTICED_WORD = 0.2
 FEWEST = 5
+NOTICED_WORD = 0.2
 
-# Of the lines, those with two words that the tokenizer makes one: from fewer on, as they are damage.
+# The share of lines with two words that the tokenizer makes one from which this is said. It is smaller, as such words
+# are damaged.
 NOTICED_GLUED = 0.001
 
 # Characters that are shown of what lines have in common.
@@ -55,7 +56,7 @@ class SeenLines:
         Args:
             are_joined: whether each line is read as one with the next (`TextLayout`).
         """
-        room = min(LINES_OF_A_FILE, MOST_LINES - len(self.lines))
+        room = min(LINES_OF_A_FILE, LINES_OF_A_SOURCE - len(self.lines))
         if room <= 0 or not lines:
             return
         step = -(-len(lines) // room)

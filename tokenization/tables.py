@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet
 
-from d2l_bert.messages import READ_ERRORS, UserError, explained, shortened
+from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, shortened
 
 
 logger = logging.getLogger(__name__)
@@ -691,8 +691,8 @@ def _cell_rows(file, columns, separator, is_tsv):
         yield f"line {number:,}", dict(zip(names, cells, strict=True))
     if quoted:
         logger.warning(
-            f"{file}: {quoted:,} cells stand in quotes, which are read as text, as TSV has none; if the program that "
-            f"wrote it has added them, as pandas does, name the file .csv"
+            f"{file}: {counted(quoted, 'cell')} in quotes, which are read as text, as TSV has none; if the program "
+            f"that wrote the file has added them, as pandas does, name it .csv"
         )
 
 

@@ -8,7 +8,7 @@ from d2l_bert.messages import UserError
 from d2l_bert.tokenization.text_layout import ends_with_stop
 
 
-# A sequence is read in lines of so many characters, as a chromosome may be larger than the memory. A multiple of
+# The most characters of a sequence in a line, as a chromosome may be larger than the memory. A multiple of
 # `sentences.LONGEST_PIECE`, at which lines without spaces are cut.
 SEQUENCE_CHARACTERS = 600 * 1024
 

@@ -340,6 +340,6 @@ def held_out_documents(hashes: np.ndarray, characters: np.ndarray, fraction: flo
     # A stable sort: those that are not too large come first, in the order of their hashes; then the others by size.
     size_if_too_large = np.where(sizes > wanted, sizes, 0)
     order = np.argsort(size_if_too_large, kind="stable")
-    enough = int(np.searchsorted(np.cumsum(sizes[order]), wanted)) + 1  # so many have the characters that are wanted
+    enough = int(np.searchsorted(np.cumsum(sizes[order]), wanted)) + 1  # the number of documents that suffice
     count = min(max(enough, 2), len(different) - 2)
     return np.isin(place, order[:count])

@@ -42,8 +42,7 @@ from d2l_bert.training.initialize import interleave, rotated
 
 logger = logging.getLogger(__name__)
 
-# One of so many blocks of tokens is not counted, but measured on. Of a text with fewer than so many blocks of this
-# size, the blocks are smaller.
+# Every 20th block of tokens is not counted, but measured on. In a text of fewer than 20 such blocks they are smaller.
 LEFT_OUT = 20
 BLOCK_TOKENS = 2**14
 

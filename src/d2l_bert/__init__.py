@@ -92,7 +92,7 @@ class Registration:
         self.pending = 0
 
     def find_spec(self, name, path=None, target=None):
-        """Python calls this for a module: where it is, or None, which leaves it to the others in `sys.meta_path`."""
+        """Where a module is, which Python asks at its first import; None to leave that to the other finders."""
         if name != self.library and not name.startswith(self.prefixes):
             return None
         for finder in [*sys.meta_path]:

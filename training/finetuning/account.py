@@ -13,7 +13,7 @@ from d2l_bert.training.finetuning.rows import Row, Split
 from d2l_bert.training.finetuning.tasks import Task
 
 
-# A line shows so many classes at most, half of them the rarest.
+# The most classes in a line: half of them the most frequent, half the rarest.
 MOST_CLASSES = 10
 
 # Of a class the most characters in a line; of a text in `ACCOUNT_FILE`.
