@@ -105,19 +105,23 @@ def test_all_that_a_run_prints_before_training_is_short(tmp_path, capsys):
     folder.mkdir()
     for number in range(30):
         words = " ".join(f"word{number * 7 + place}" for place in range(8))
-        odd = f"<p>\n{words}. Das ist fÃ¼r GrÃ¶ÃŸe &quot;ﬁ&quot; aBc\x0bdEf.\n</p>\n{number}\n{words} Wort-\n"
+        odd = f"<p>\x1b[31m\n{words}. Das ist fÃ¼r GrÃ¶ÃŸe &quot;ﬁ&quot; aBc\x0bdEf.\n</p>\n{number}\n{words} Wort-\n"
         (folder / f"{number:02}.txt").write_text(odd * 4, encoding="utf-8")
     (folder / "notes.rst").write_text("Not read.")
     options = ["--max_steps=2", "--vocab_size=200", "--max_seq_length=32", "--attention_init=bigrams", "--license=mit"]
     sizes = ["--hidden_size=16", "--num_hidden_layers=1", "--num_attention_heads=2", "--intermediate_size=16"]
     texts = [f"--corpus={folder}", f"--validation_corpus={folder / '00.txt'}", f"--output_dir={tmp_path / 'run'}"]
     assert main(["pretrain", *texts, *options, *sizes]) == 0
-    before_training = capsys.readouterr().err.partition("step ")[0].splitlines()
+    printed = capsys.readouterr().err
+    assert "\x1b" not in printed
+    before_training = printed.partition("step ")[0].splitlines()
     assert len(before_training) <= MOST_LINES
     assert max(map(len, before_training)) <= WIDTH
     account = (tmp_path / "run" / ACCOUNT_FILE).read_text(encoding="utf-8")
     assert r"\x0b" in account
     assert "\x0b" not in account
+    assert r"\x1b" in account
+    assert "\x1b" not in account
     assert ACCOUNT_FILE not in published_files(tmp_path / "run")
     for record in ("run_config.json", "metrics.json", "README.md", "training_log.jsonl"):
         assert "word17" not in (tmp_path / "run" / record).read_text(encoding="utf-8")
