@@ -17,8 +17,8 @@ LINES_OF_A_SOURCE = 20_000
 # Characters that are kept of each end of a long line.
 LONGEST_END = 500
 
-# What recurs is shown if at least 5 lines and 2 % of all have it. If it is only a word at the beginning or end of these
-# lines, as "the" in a book or "INFO" in a log, 20 % of all must have it.
+# What recurs is shown if at least 5 lines and 2 % of all have it.
+# If it is only a word at their beginning or end, as "the" in a book or "INFO" in a log, 20 % of all must have it.
 NOTICED = 0.02
 FEWEST = 5
 NOTICED_WORD = 0.2
