@@ -17,6 +17,7 @@ from transformers import DataCollatorForLanguageModeling
 
 from d2l_bert.modeling import conversion, export
 from d2l_bert.tokenization import existing_tokenizers, prepare, sources
+from d2l_bert.tokenization.account import Account
 from d2l_bert.tokenization.config import TextConfig
 
 
@@ -54,7 +55,7 @@ def main():
     parser.add_argument("--corpus", nargs="+", required=True, metavar="PATH")
     arguments = parser.parse_args()
     what = sources.WhatToRead(paths=arguments.corpus)
-    text = prepare.read_sources(sources.open_sources(what, sources.HowToRead.of(TextConfig())), None)
+    text = prepare.read_sources(sources.open_sources(what, sources.HowToRead.of(TextConfig())), None, Account())
     sentences = list(text.store.part().sample(CHARACTERS))
     print(f"{len(sentences):,} sentences of {text.name}, {torch.get_num_threads()} threads")
     for folder in arguments.folders:

@@ -156,7 +156,7 @@ def check_files_of_code(folder: Path, content: dict) -> None:
         content: of config.json.
     """
     save_again = "save the model with d2l_bert.modeling.conversion.save_model"
-    if content.get("auto_map") != conversion.AUTO_MAP:
+    if content.get("auto_map") != modeling_d2l_bert.AUTO_MAP:
         raise UserError(
             f"{folder}: config.json lacks classes in auto_map, which the Hub could not load, or names others; "
             f"{save_again}"

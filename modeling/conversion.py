@@ -524,27 +524,13 @@ def longest_input(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 # Saving
 
 
-# The entry `auto_map` of config.json: the class that each Auto class loads with `trust_remote_code=True`.
-AUTO_MAP = {
-    "AutoConfig": "configuration_d2l_bert.D2lBertConfig",
-    "AutoModel": "modeling_d2l_bert.D2lBertModel",
-    "AutoModelForPreTraining": "modeling_d2l_bert.D2lBertForPreTraining",
-    "AutoModelForMaskedLM": "modeling_d2l_bert.D2lBertForMaskedLM",
-    "AutoModelForNextSentencePrediction": "modeling_d2l_bert.D2lBertForNextSentencePrediction",
-    "AutoModelForSequenceClassification": "modeling_d2l_bert.D2lBertForSequenceClassification",
-    "AutoModelForTokenClassification": "modeling_d2l_bert.D2lBertForTokenClassification",
-    "AutoModelForQuestionAnswering": "modeling_d2l_bert.D2lBertForQuestionAnswering",
-    "AutoModelForMultipleChoice": "modeling_d2l_bert.D2lBertForMultipleChoice",
-}
-
-
 def save_model(model: PreTrainedModel, folder: Path) -> None:
     """
     Write the weights and config.json of a Transformers model; of a d2l-bert model also its two Python files, and
     `auto_map` in config.json.
     """
     if isinstance(model, modeling_d2l_bert.D2lBertPreTrainedModel):
-        model.config.auto_map = dict(AUTO_MAP)
+        model.config.auto_map = dict(modeling_d2l_bert.AUTO_MAP)
     model.save_pretrained(folder)
     for weights in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", weights)  # safetensors writes files that only the owner can read

@@ -32,6 +32,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
@@ -181,10 +182,41 @@ def is_plain(layer: nn.Linear) -> bool:
     """
     Whether a layer computes `states @ weight.T + bias` and nothing else, so that its weight may be read in its place.
 
-    A layer with an adapter, a hook, or a quantized or sharded weight is none, and has to be called.
+    A layer with an adapter, a hook, without a bias, or with a quantized or sharded weight is none, and has to be
+    called.
     """
-    hooks = layer._forward_pre_hooks or layer._forward_hooks or "forward" in vars(layer)
-    return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and not hooks
+    if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter or layer.bias is None:
+        return False
+    return "forward" not in vars(layer) and not hooks_of(layer) and not has_hook_of_all_modules()
+
+
+def hooks_of(module):
+    """The hooks of a module, for its forward and backward pass."""
+    return [
+        *module._forward_pre_hooks.values(),
+        *module._forward_hooks.values(),
+        *module._backward_pre_hooks.values(),
+        *module._backward_hooks.values(),
+    ]
+
+
+def has_hook_of_all_modules() -> bool:
+    """Whether a hook is called for every module, as that of PyTorch's `FlopCounterMode` is."""
+    return bool(torch.nn.modules.module._has_any_global_hook())
+
+
+# Where hooks are defined that need not see all positions: FSDP gathers weights in its hooks, and Transformers collects
+# hidden states on request, for which all positions are computed anyway.
+PLACES_OF_OTHER_HOOKS = ("torch.distributed.", "transformers.utils.")
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a hook on a module may read what the module takes or gives."""
+    hooks = hooks_of(module)
+    if not hooks:  # nearly always: this is asked for many modules in every step
+        return False
+    places = [str(getattr(hook, "__module__", None)) for hook in hooks]
+    return not all(place.startswith(PLACES_OF_OTHER_HOOKS) for place in places)
 
 
 def linear_together(layers, states):
@@ -379,7 +411,8 @@ class MaskLM(nn.Module):
         if not skip_logits:
             logits = self(hidden_states)
             return logits, cross_entropy(logits, labels, num_items)
-        if not is_plain(self.decoder):  # `loss_and_gradients` reads its weight
+        # `loss_and_gradients` reads the decoder's weight, and calls neither the decoder nor this module.
+        if not is_plain(self.decoder) or hooks_of(self):
             return None, cross_entropy(self(hidden_states), labels, num_items)
         states = self.transform(hidden_states).flatten(0, -2)
         labels = labels.flatten().long()
@@ -670,6 +703,34 @@ def head_dropout(config):
     return Dropout(config.hidden_dropout_prob if probability is None else probability)
 
 
+# The entry `auto_map` of config.json: the class that each Auto class loads with `trust_remote_code=True`.
+AUTO_MAP = {
+    "AutoConfig": "configuration_d2l_bert.D2lBertConfig",
+    "AutoModel": "modeling_d2l_bert.D2lBertModel",
+    "AutoModelForPreTraining": "modeling_d2l_bert.D2lBertForPreTraining",
+    "AutoModelForMaskedLM": "modeling_d2l_bert.D2lBertForMaskedLM",
+    "AutoModelForNextSentencePrediction": "modeling_d2l_bert.D2lBertForNextSentencePrediction",
+    "AutoModelForSequenceClassification": "modeling_d2l_bert.D2lBertForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_d2l_bert.D2lBertForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_d2l_bert.D2lBertForQuestionAnswering",
+    "AutoModelForMultipleChoice": "modeling_d2l_bert.D2lBertForMultipleChoice",
+}
+
+
+def check_attention(name: str | dict | None) -> None:
+    """
+    Check the name of an attention implementation, before Transformers looks for it on the Hub.
+
+    Raises:
+        ValueError: it is one of Transformers' flash attentions, or a kernel of the Hub.
+    """
+    if isinstance(name, str) and ("/" in name or name.removeprefix("paged|").startswith("flash_attention")):
+        raise ValueError(
+            f"attn_implementation {name} cannot compute these models; give sdpa, which runs flash attention on GPUs "
+            f"that have it (`d2l-bert pretrain` also has varlen, flash attention without padding)"
+        )
+
+
 class D2lBertPreTrainedModel(PreTrainedModel):
     """
     The base class of all models: configuration, initialisation, and the settings that Transformers reads.
@@ -699,8 +760,42 @@ class D2lBertPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": D2lBertEncoderBlock, "attentions": D2lBertMultiHeadAttention}
 
     def __init__(self, config, *inputs, **kwargs):
+        if not hasattr(config, "embedding_layer_norm"):
+            raise TypeError(
+                f"{type(self).__name__} takes a D2lBertConfig, got a {type(config).__name__}; d2l-bert convert --from "
+                "bert makes a d2l-bert model of a stock BERT"
+            )
         config.check()  # `from_pretrained(..., hidden_act=...)` changes fields of a configuration that was checked
+        check_attention(config._attn_implementation)
         super().__init__(config, *inputs, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
+        """
+        As in Transformers; but an Auto class with `trust_remote_code=True` loads a class that the model brings.
+
+        As our classes are registered, Transformers alone would load one of them and not the model's, which is derived
+        from it.
+        """
+        config = kwargs.get("config")  # an Auto class has read it
+        if kwargs.get("trust_remote_code") and config is not None and cls.__module__ == __name__:
+            reference = (getattr(config, "auto_map", None) or {}).get(cls._auto_class)
+            if reference is not None and reference.rpartition("--")[2] not in AUTO_MAP.values():
+                of_hub = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+                options = {name: kwargs[name] for name in of_hub if name in kwargs}
+                own_class = get_class_from_dynamic_module(reference, pretrained_model_name_or_path, **options)
+                return own_class.from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+        return super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+
+    def save_pretrained(self, *args, **kwargs):
+        """As in Transformers; `auto_map` in config.json names all heads, and not this model's alone."""
+        if self.is_remote_code() and type(self).__module__ == __name__:  # then the code of all heads is saved, too
+            self.config.auto_map = dict(AUTO_MAP)
+        super().save_pretrained(*args, **kwargs)
+
+    def set_attn_implementation(self, attn_implementation, *arguments, **named):
+        check_attention(attn_implementation)
+        super().set_attn_implementation(attn_implementation, *arguments, **named)
 
     def get_output_embeddings(self):
         return self.mlm.decoder if hasattr(self, "mlm") else None
@@ -708,12 +803,13 @@ class D2lBertPreTrainedModel(PreTrainedModel):
     def set_output_embeddings(self, new_embeddings):
         self.mlm.decoder = new_embeddings
 
-    def masked_lm(self, masked_positions, labels, num_items, skip_logits, **kwargs):
+    def masked_lm(self, masked_positions, labels, num_items, skip_logits, return_dict, **kwargs):
         """
         Run the encoder and the MLM head, whose loss can leave out positions and logits that nobody reads.
 
         Args:
             masked_positions, labels, num_items, skip_logits: as in `D2lBertForPreTraining`.
+            return_dict: False if a tuple will be returned.
             kwargs: the arguments of `D2lBertModel`.
 
         Returns:
@@ -721,14 +817,21 @@ class D2lBertPreTrainedModel(PreTrainedModel):
             if skipped; and the loss, None without labels.
         """
         if skip_logits is None:
-            skip_logits = self.training
+            skip_logits = self.training and return_dict  # in a tuple, what follows the logits has its place by them
         # A compiled program has fixed shapes, and P depends on the labels: it computes all positions.
-        if skip_logits and masked_positions is None and labels is not None and not torch.compiler.is_compiling():
+        may_leave_out = skip_logits and masked_positions is None and labels is not None
+        if may_leave_out and not torch.compiler.is_compiling() and not self.has_watched_states():
             tokens = kwargs["input_ids"] if kwargs["inputs_embeds"] is None else kwargs["inputs_embeds"]
             rows_and_tokens = tokens.shape[:2]
             masked_positions, labels = labelled_positions(labels, rows_and_tokens)
         outputs = self.base_model(positions=masked_positions, return_dict=True, **kwargs)
         return outputs, *self.mlm.logits_and_loss(outputs.last_hidden_state, labels, num_items, skip_logits)
+
+    def has_watched_states(self):
+        """Whether a hook may read hidden states from which the loss would leave positions out."""
+        encoder = self.base_model.encoder
+        modules = [self.base_model, encoder, *encoder.layer[-1].modules(), *self.mlm.modules()]
+        return has_hook_of_all_modules() or any(map(is_watched, modules))
 
 
 class D2lBertModel(D2lBertPreTrainedModel):
@@ -862,7 +965,6 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
         self.nsp = NextSentencePred(config)
         self.post_init()
 
-    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -878,6 +980,7 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
         num_items_in_batch: torch.Tensor | int | None = None,
         num_pairs_in_batch: torch.Tensor | int | None = None,
         skip_logits: bool | None = None,
+        return_dict: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | D2lBertForPreTrainingOutput:
         """
@@ -891,16 +994,21 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
             num_items_in_batch, num_pairs_in_batch: the number of predicted tokens and of pairs in the whole optimizer
                 step. Each loss is then a sum divided by its number, so that the losses of micro-batches add up.
             skip_logits: with `labels`, compute the MLM loss without keeping `prediction_logits`, which are then None:
-                faster, and with less memory. By default true in training mode, false in evaluation mode.
+                faster, and with less memory. By default true in training mode, false in evaluation mode and for a
+                tuple.
+            return_dict: False for a tuple, which has no place for what is None; by default `config.return_dict`.
 
         Returns:
-            `D2lBertForPreTrainingOutput`
+            `D2lBertForPreTrainingOutput`, or a tuple.
         """
+        if return_dict is None:
+            return_dict = self.config.return_dict
         outputs, prediction_logits, mlm_loss = self.masked_lm(
             masked_positions,
             labels,
             num_items_in_batch,
             skip_logits,
+            return_dict,
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
@@ -916,7 +1024,7 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
         if next_sentence_label is not None:
             nsp_loss = cross_entropy(seq_relationship_logits, next_sentence_label, num_pairs_in_batch)
             loss = nsp_loss if loss is None else loss + nsp_loss
-        return D2lBertForPreTrainingOutput(
+        found = D2lBertForPreTrainingOutput(
             loss=loss,
             mlm_loss=mlm_loss,
             nsp_loss=nsp_loss,
@@ -925,6 +1033,7 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+        return found if return_dict else found.to_tuple()
 
 
 class D2lBertForMaskedLM(D2lBertPreTrainedModel):
@@ -938,7 +1047,6 @@ class D2lBertForMaskedLM(D2lBertPreTrainedModel):
         self.mlm = MaskLM(config)
         self.post_init()
 
-    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -950,23 +1058,27 @@ class D2lBertForMaskedLM(D2lBertPreTrainedModel):
         labels: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         skip_logits: bool | None = None,
+        return_dict: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | MaskedLMOutput:
         """
         The arguments that are not here are as in `D2lBertModel`.
 
         Args:
-            masked_positions, labels, num_items_in_batch, skip_logits: as in `D2lBertForPreTraining`.
+            masked_positions, labels, num_items_in_batch, skip_logits, return_dict: as in `D2lBertForPreTraining`.
 
         Returns:
-            `MaskedLMOutput` with `logits` (B, P, V) if `masked_positions` are given, else (B, T, V), or None if
-            `skip_logits`.
+            `MaskedLMOutput`, or a tuple, with `logits` (B, P, V) if `masked_positions` are given, else (B, T, V), or
+            None if `skip_logits`.
         """
+        if return_dict is None:
+            return_dict = self.config.return_dict
         outputs, logits, loss = self.masked_lm(
             masked_positions,
             labels,
             num_items_in_batch,
             skip_logits,
+            return_dict,
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
@@ -974,9 +1086,10 @@ class D2lBertForMaskedLM(D2lBertPreTrainedModel):
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
-        return MaskedLMOutput(
+        found = MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
+        return found if return_dict else found.to_tuple()
 
 
 class D2lBertForNextSentencePrediction(D2lBertPreTrainedModel):

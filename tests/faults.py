@@ -3,6 +3,7 @@
 `START_METHOD` is the start method of `multiprocessing`.
 """
 
+import datetime
 import multiprocessing
 import os
 import signal
@@ -12,8 +13,9 @@ import time
 import torch
 
 from d2l_bert.__main__ import main
-from d2l_bert.training import initialize
+from d2l_bert.training import checkpoint, initialize, processes
 from d2l_bert.training.data.steps import TrainingSteps
+from d2l_bert.training.learner import Learner
 
 
 def endless_step_15():
@@ -38,7 +40,33 @@ def stuck_before_the_first_step():
         initialize.make_model = wait
 
 
-FAULTS = {"endless step": endless_step_15, "stuck before the first step": stuck_before_the_first_step}
+def lost_in_step_15():
+    """
+    Rank 1 gets the signal `LOST_BY` in step 15. The processes wait 6 seconds for each other in a step, and rank 0
+    takes 9 seconds to write a checkpoint.
+    """
+    processes.STEP_TIMEOUT = datetime.timedelta(seconds=6)
+    write = checkpoint.write_checkpoint
+    train_on = Learner.train_on
+
+    def write_slowly(*arguments):
+        time.sleep(9)
+        write(*arguments)
+
+    def lost(learner, step, number, rate):
+        if number == 15 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), int(os.environ["LOST_BY"]))
+        return train_on(learner, step, number, rate)
+
+    checkpoint.write_checkpoint = write_slowly
+    Learner.train_on = lost
+
+
+FAULTS = {
+    "endless step": endless_step_15,
+    "stuck before the first step": stuck_before_the_first_step,
+    "lost in a step": lost_in_step_15,
+}
 
 FAULTS[os.environ["FAULT"]]()  # also in a worker that imports this file
 

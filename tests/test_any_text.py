@@ -248,7 +248,7 @@ LOG = " ".join(f"10.{n}.7.{3 * n} GET /{n:04x} {n * 7919}" for n in range(300))
         (LOG, {}, "--individual_digits true"),
         (f"{TEXTS['vietnamese']} {TEXTS['vietnamese, decomposed']}", {}, "--unicode_normalization NFC"),
         (TEXTS["russian"], {}, "--language"),
-        ("\ue000\ue001 the \ue002\ue003 cat " * 50, {}, "characters are dropped; BERT's cleaning"),
+        ("\ue000\ue001 the \ue002\ue003 cat " * 50, {}, "characters are dropped; replace"),
     ],
 )
 def test_what_is_lost_is_said_with_the_option(text, options, option):

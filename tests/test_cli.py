@@ -259,7 +259,7 @@ def test_a_program_gets_the_packages_messages_as_log_records_and_no_other_output
     ours = [record for record in records if record[0].startswith("d2l_bert.")]
     assert ours == records
     messages = {name: message for name, _, message in ours}
-    assert {"d2l_bert.tokenization.prepare", "d2l_bert.training.log", "d2l_bert.report"} <= messages.keys()
+    assert {"d2l_bert.tokenization.account", "d2l_bert.training.log", "d2l_bert.report"} <= messages.keys()
     assert "What it learnt" in messages["d2l_bert.report"]
     assert sum(name == "d2l_bert.report" for name, *_ in ours) == 1, "the second run was told to be quiet"
 

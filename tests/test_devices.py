@@ -27,6 +27,7 @@ from d2l_bert import RECIPES, D2lBertConfig, pretrain
 from d2l_bert.messages import UserError
 from d2l_bert.training import devices, processes
 from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.signals import StopSignals
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -88,6 +89,24 @@ def test_unsupported_engines_are_refused_in_one_line(monkeypatch, fails, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+def test_hosts_that_cannot_be_connected_are_told_what_to_set(monkeypatch):
+    def fail(**options):
+        raise RuntimeError("Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:144] no error")
+
+    monkeypatch.setattr(processes, "PartialState", lambda: SimpleNamespace(num_processes=2, process_index=0))
+    monkeypatch.setattr(torch.distributed, "new_group", fail)
+    with pytest.raises(UserError, match="connectFullMesh failed.*; set GLOO_SOCKET_IFNAME to"), processes.together():
+        pass
+
+
+def test_a_vote_to_stop_does_not_wait_for_the_device():
+    """Nothing can be read from the device "meta"."""
+    stop = StopSignals(SimpleNamespace(device=torch.device("meta"), num_processes=1))
+    assert not stop.should_stop()
+    stop.received_signal = signal.SIGTERM
+    assert stop.should_stop() and stop.agreed_signal == signal.SIGTERM
+
+
 def test_gradient_accumulation_set_by_the_launcher_does_not_divide_the_loss(monkeypatch):
     """With this variable, `Accelerator.backward` would divide the loss once more."""
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
@@ -134,14 +153,14 @@ GPU_MEMORY = 80 * 10**9
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A made-up GPU, of which only the memory is asked."""
+    """A made-up GPU, with this memory."""
     memory = SimpleNamespace(total_memory=GPU_MEMORY)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
     return memory
 
 
-def chosen(device, run=None, architecture=None):
-    accelerator = SimpleNamespace(device=torch.device(device), mixed_precision="no")
+def chosen(device, run=None, architecture=None, precision="no"):
+    accelerator = SimpleNamespace(device=torch.device(device), mixed_precision=precision)
     return devices.with_defaults(run or PretrainConfig(), architecture or D2lBertConfig(), accelerator)
 
 
@@ -171,11 +190,26 @@ def test_the_default_micro_batch_has_fewer_pairs_where_they_are_longer_and_takes
     for device, length, pairs in (("cpu", 64, 256), ("cpu", 512, 32), ("cpu", 10**5, 1), ("cuda", 512, 128)):
         assert chosen(device, PretrainConfig(max_seq_length=length)).micro_batch_size == pairs
     large = D2lBertConfig(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16)
-    for memory in (GPU_MEMORY, 16 * 10**9):
+    # The bytes for a token, a block and a hidden unit; the next power of two of tokens would be too many.
+    for memory, (precision, unit) in itertools.product(
+        (GPU_MEMORY, 16 * 10**9), {"bf16": 122, "fp16": 122, "no": 244}.items()
+    ):
         gpu.total_memory = memory
-        tokens = chosen("cuda", architecture=large).micro_batch_size * 128
-        # 122 bytes for a token, a block and a hidden unit; the next power of two would be too many.
-        assert tokens * 122 * 24 * 1024 <= memory / 2 < 2 * tokens * 122 * 24 * 1024
+        tokens = chosen("cuda", architecture=large, precision=precision).micro_batch_size * 128
+        assert tokens * unit * 24 * 1024 <= memory / 2 < 2 * tokens * unit * 24 * 1024
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision", "is_refused"),
+    [((7, 5), "fp16", True), ((8, 0), "fp16", False), ((9, 0), "bf16", False), ((9, 0), "no", True)],
+)
+def test_varlen_is_refused_on_gpus_that_have_no_flash_attention(gpu, monkeypatch, capability, precision, is_refused):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    run = PretrainConfig(attn_implementation="varlen")
+    architecture = D2lBertConfig(attention_probs_dropout_prob=0.0)
+    message = "needs an NVIDIA GPU from Ampere on .*; give sdpa"
+    with pytest.raises(UserError, match=message) if is_refused else contextlib.nullcontext():
+        chosen("cuda", run, architecture, precision)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -201,6 +235,25 @@ def test_the_launchers_precision_is_taken_where_no_other_is_asked_for_or_a_line_
     assert (f"not the launcher's {launchers}" in caplog.text) == (expected != launchers and asked is None)
     run = devices.with_defaults(PretrainConfig(mixed_precision=asked), D2lBertConfig(), accelerator)
     assert run.mixed_precision == expected, "so stands in the run's record"
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "precision"),
+    [
+        ("cuda", (6, 1), "no"),  # Pascal
+        ("cuda", (7, 0), "fp16"),  # V100
+        ("cuda", (7, 5), "fp16"),  # T4
+        ("cuda", (8, 0), "bf16"),  # A100
+        ("mps", None, "no"),
+    ],
+)
+def test_a_gpu_computes_in_bf16_or_else_in_fp16_if_it_is_fast_at_that(monkeypatch, device, capability, precision):
+    def has_bf16(including_emulation):
+        return including_emulation or capability >= (8, 0)
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", has_bf16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert devices.default_precision(torch.device(device)) == precision
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="on a CPU alone")

@@ -115,6 +115,7 @@ def workspace(my_bert, books, here, tmp_path, monkeypatch):
         "texts.txt": ["Anna found a hammer.", "The valley was old."],
         "tomorrow.csv": ["text,question", *(f"{text},{text}" for text in texts)],
         "letters.csv": ["no;letter", "1;The valley was old."],
+        "ner.csv": ["Sentence #,Word,Tag", "Sentence: 1,Ada,B-PER", ",left,O"],
     }
     for name in ("train", "dev", "test"):
         tables[f"{name}.conll"] = ["Ada B-PER\nmoved O\nto O\nYork B-LOC\n"] * 8
@@ -235,7 +236,7 @@ def test_accelerate_knows_every_key_of_our_configuration_files(name):
 STAND_INS = {
     "scontrol": """echo "scontrol $*" >> calls; [ "$1" = show ] && printf 'node7\nnode8\n' """,
     "srun": """
-shift  # --cpus-per-task
+echo "$1" >> calls; shift 2  # --kill-on-bad-exit and --cpus-per-task
 export SLURM_NTASKS=2
 for SLURM_PROCID in 0 1; do export SLURM_PROCID SLURM_LOCALID=$SLURM_PROCID; "$@" || code=$?; done; exit ${code:-0}""",
     "d2l-bert": """IFS="|"; echo "$RANK/$WORLD_SIZE $LOCAL_RANK $MASTER_ADDR:$MASTER_PORT $HF_HOME $*" >> calls
@@ -258,8 +259,9 @@ def test_the_slurm_script_starts_every_task_and_queues_the_job_again_when_its_ti
     }
     command = ["bash", LAUNCHING / "slurm.sh", "--corpus", "my books", "--max_steps=3"]
     assert subprocess.run(command, cwd=tmp_path, env=environment).returncode == code
-    show, *tasks = (tmp_path / "calls").read_text().splitlines()
+    show, ends_all, *tasks = (tmp_path / "calls").read_text().splitlines()
     assert show == "scontrol show hostnames node[7-8]"
+    assert ends_all == "--kill-on-bad-exit=1"
     end = "node7:24567 /shared/hf pretrain|--resume_from_checkpoint|latest|--corpus|my books|--max_steps=3"
     assert tasks == [f"0/2 0 {end}", f"1/2 1 {end}", *(["scontrol requeue 1234567"] if code == 143 else [])]
 

@@ -103,8 +103,8 @@ WRONG = {
     ),
     "floats for classes in JSON": (
         "text-classification",
-        {"train.jsonl": '{"text": "a", "label": 1.0}\n{"text": "b", "label": 0.0}\n'},
-        ["line 1: column 'label' holds 1.0"],
+        {"train.jsonl": '{"text": "a", "label": 1.0}\n{"text": "b", "label": 0.5}\n'},
+        ["line 2: column 'label' holds 0.5"],
     ),
     "lists for classes": (
         "text-classification",
@@ -130,7 +130,7 @@ WRONG = {
     "a label of pandas for none": (
         "text-classification",
         {"train": "text,label\na,yes\nb,nan\nc,no\n"},
-        ["line 3: column 'label' holds"],
+        ["line 3: column 'label' holds 'nan', which pandas writes for an empty cell"],
     ),
     "one text in all rows": (
         "text-classification",
@@ -368,7 +368,7 @@ def test_rows_with_the_texts_of_training_rows_are_counted(trained, tmp_path, cap
     table = write_table(tmp_path / "train.csv", rows_of(20, 0))
     options = [f"--train_file={table}", f"--test_file={table}", "--validation_share=0", "--max_steps=1"]
     finetune(trained, tmp_path / "out", "--task=classification", *options)
-    assert "test: 20 of 20 rows have the texts of a training row" in capsys.readouterr().err
+    assert "test: 20 rows of train.csv, 20 of them with the texts of a training row; " in capsys.readouterr().err
 
 
 def test_a_column_has_one_use(trained, fails, tmp_path):

@@ -2,19 +2,20 @@
 
 import itertools
 import json
+import re
 from collections import Counter
 
 import datasets
 import numpy as np
 import pytest
-from finetuning import answer_rows, choice_rows, load, saved, squad_json, swag_rows, tag_rows
+from finetuning import ROWS, answer_rows, choice_rows, load, saved, squad_json, swag_rows, tag_rows
 from sklearn.dummy import DummyClassifier, DummyRegressor
 from text_sources import write_table
 from transformers import AutoTokenizer
 
 from d2l_bert.messages import UserError
-from d2l_bert.training.finetuning import scoring, text_classification
-from d2l_bert.training.finetuning.rows import write_predictions
+from d2l_bert.training.finetuning import account, scoring, text_classification
+from d2l_bert.training.finetuning.rows import read_file, write_predictions
 
 
 def read(split):
@@ -42,6 +43,11 @@ def names_of_labels(*names):
     return datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
 
 
+@pytest.fixture(scope="module")
+def tokenizer(trained):
+    return AutoTokenizer.from_pretrained(trained)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Labels
 
@@ -63,6 +69,14 @@ def test_classes_are_in_the_order_of_their_numbers_or_names(labels, classes, tmp
         task, splits = load(tmp_path / name, "text-classification")
         assert task.classes == classes
         assert labels_of(splits["train"]) == [str(label) for label in labels * 2]
+
+
+def test_whole_floats_are_the_classes_that_pandas_had_before_a_cell_was_empty(tmp_path):
+    labels = [5.0, "1.0", 3, "4.", -1.0, 5]
+    task, splits = load_rows(tmp_path / "rows.jsonl", labelled(*labels), "text-classification")
+    assert labels_of(splits["train"]) == ["5", "1", "3", "4", "-1", "5"]
+    task, splits = load_rows(tmp_path / "rows.jsonl", labelled([1.0], [2]), "multi_label_classification")
+    assert labels_of(splits["train"]) == [["1"], ["2"]]
 
 
 def chosen(label, names, place):
@@ -390,17 +404,20 @@ Bo _ B-PER
 """
 
 
+def load_conll(folder, content):
+    (folder / "rows.conll").write_text(content)
+    return load(folder / "rows.conll", "token-classification")
+
+
 def test_comments_in_a_conll_file_are_left_out_and_counted(tmp_path, shown, capsys):
-    (tmp_path / "rows.conll").write_text(COMMENTS)
-    task, splits = load(tmp_path / "rows.conll", "token-classification")
+    task, splits = load_conll(tmp_path, COMMENTS)
     assert read(splits["train"]) == [
         (("Ada", "left", "#"), ["B-PER", "O", "O"]),
         (("Bo", "#"), ["B-PER", "B-PER"]),
     ]
     assert [row.place for row in splits["train"].rows] == ["line 3", "line 9"]
-    said = capsys.readouterr().err
-    assert "4 lines" in said
-    assert "BIO" in said
+    assert "4 lines are left out as comments, first line 1: # sent_id = 1" in capsys.readouterr().err
+    assert task.scheme == "BIO"
 
 
 @pytest.mark.parametrize(
@@ -416,21 +433,158 @@ def test_comments_in_a_conll_file_are_left_out_and_counted(tmp_path, shown, caps
         ("NOUN VERB", None),
     ],
 )
-def test_the_scheme_of_tags_is_found_and_said(tags, scheme, tmp_path, shown, capsys):
+def test_the_scheme_of_tags_is_found_and_said(tags, scheme, tmp_path):
     rows = [{"tokens": tags.split(), "tags": tags.split()}]
-    task, _ = load_rows(tmp_path / "rows.jsonl", rows, "token-classification")
+    task, splits = load_rows(tmp_path / "rows.jsonl", rows, "token-classification")
     assert task.scheme == scheme
     assert (task.main_metric == "f1") == (scheme is not None)
-    assert (scheme or "accuracy over words") in capsys.readouterr().err
+    assert (scheme or "accuracy over words") in account.lines_about_rows(task, splits)[1]
+
+
+@pytest.mark.parametrize(
+    "lines, words, columns",
+    [
+        # GermEval's four fields, with a comment and a word that is a number; tabs or spaces; numbers from 0 on.
+        (["# web", "1\tIn\tO\tO", "2\t1990\tB\tO"], ["In", "1990"], {"field 3": ["O", "B"], "tags": ["O", "O"]}),
+        (["0 In O", "1 York B"], ["In", "York"], {"tags": ["O", "B"]}),
+        # CoNLL-U Plus and .cupt: two words in one, a word that is not in the text, a space in a word.
+        (["1-2\tzum\t_", "1\tzu\tA", "2\tdem\tB", "2.1\tx\t_", "3\tNew York\tA"], ["zu", "dem", "New York"], {}),
+        # Without tags, as `predict` may read it.
+        (["# text = a b", "1 a", "2 b"], ["a", "b"], {}),
+    ],
+)
+def test_the_number_of_a_word_in_conll_is_not_the_word(lines, words, columns, tmp_path):
+    (tmp_path / "rows.cupt").write_text("\n".join([*lines, "", *lines]))
+    rows = read_file(str(tmp_path / "rows.cupt"), "").rows
+    assert [row.cells["tokens"] for row in rows] == [words, words]
+    for row in rows:
+        assert row.cells.items() >= columns.items()
+
+
+def test_words_that_are_numbers_stay_words(tmp_path):
+    _, splits = load_conll(tmp_path, "7 O\n\n1 O\n2 O\n4 B-X\n")
+    assert [row.texts for row in splits["train"].rows] == [("7",), ("1", "2", "4")]
+
+
+def test_hashtags_with_a_tag_of_their_own_are_words(tmp_path, shown, capsys):
+    text = "# draft\n#harvest HT\nAnna NNP\nleft VB\n#weir HT\n#end document\n\n#end document\n"
+    task, splits = load_conll(tmp_path, text)
+    assert read(splits["train"]) == [(("#harvest", "Anna", "left", "#weir"), ["HT", "NNP", "VB", "HT"])]
+    assert "3 lines are left out as comments" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is shown of rows
+
+
+def said_of(task, splits):
+    return "\n".join(account.lines_about_rows(task, splits))
+
+
+@pytest.mark.parametrize("task", ROWS)
+def test_what_was_read_is_shown_in_few_lines(task, tmp_path, tokenizer):
+    rows = [*ROWS[task](30, 0), *ROWS[task](30, 0)]
+    column = next(name for name in ("text", "context", "tokens") if name in rows[0])
+    for number, row in enumerate(rows):
+        row["a column that no option names"] = number
+    # Long texts, of which the beginning is shown.
+    rows[0][column] = rows[0][column] * 50 if column == "tokens" else rows[0][column] + " and more" * 50
+    if column == "tokens":
+        rows[0]["ner_tags"] = rows[0]["ner_tags"] * 50
+    task, splits = load_rows(tmp_path / "rows.jsonl", rows, task, validation_share=0.1)
+    lines = account.lines_about_rows(task, splits)
+    for name, split in splits.items():
+        lines.append(account.line_of_split(task, name, split, task.features(split, tokenizer, 32), 32))
+    assert len(lines) <= 8 and max(map(len, lines)) <= 120
+    assert lines[0].endswith("; not read: 'a column that no option names'") or "not read: 'id'" in lines[0]
+    assert "line " in lines[2] and "is read as: " in lines[2] and "..." in lines[2]
+    assert any(re.match(r"\d+ rows with texts and label of an earlier one", line) for line in lines)
+    account.write_account(tmp_path, task, splits)
+    written = (tmp_path / account.ACCOUNT_FILE).read_text()
+    assert lines[0] in written and "validation: " in written
+
+
+@pytest.mark.parametrize(
+    "task, rows, expected",
+    [
+        (
+            "text-classification",
+            [
+                {"text": "a\x1b\u200b\nb", "text_pair": "c", "label": "x"},
+                {"text": "b", "text_pair": "d", "label": "y"},
+            ],
+            ["columns: 'text' | 'text_pair' -> 'label'", r"line 1 is read as: a\x1b\u200b\nb | c -> x"],
+        ),
+        (
+            "token-classification",
+            [{"tokens": ["Ada", "left"], "tags": ["B-PER", "O"]}],
+            ["2 tags in 'tags' (BIO: figures of entities): 'B-PER' 1, 'O' 1", "is read as: Ada/B-PER left/O"],
+        ),
+        ("regression", labelled(3, 4.5, 3), ["numbers in 'label': 3 to 4.5, mean 3.5, 2 different", "text 0 -> 3"]),
+        (
+            "question-answering",
+            [{"question": "who?", "context": "Ada left.", "answers": {"text": ["Ada"], "answer_start": [0]}}]
+            + [{"question": "where?", "context": "Ada left.", "answers": {"text": [], "answer_start": []}}],
+            ["1 rows have one, 1 have none", "who? | Ada left. -> Ada"],
+        ),
+        ("multiple-choice", [{"context": "a", "choices": ["b", "c"], "label": "B"}], ["a | b / c -> c", "0 on"]),
+        (
+            "multi_label_classification",
+            labelled("a,b", "b", ""),
+            ["2 classes in 'label': 'b' 2, 'a' 1", "text 0 -> a, b"],
+        ),
+    ],
+)
+def test_a_row_is_shown_as_the_model_will_read_it(task, rows, expected, tmp_path):
+    said = said_of(*load_rows(tmp_path / "rows.jsonl", rows, task))
+    for words in expected:
+        assert words in said
+
+
+def test_the_rarest_of_many_classes_are_shown_and_all_are_written(tmp_path):
+    labels = [f"class {number}" for number in range(20) for _ in range(number + 2)]
+    task, splits = load_rows(tmp_path / "rows.jsonl", labelled(*labels), "text-classification")
+    line = account.lines_about_rows(task, splits)[1]
+    assert line.startswith("20 classes in 'label': 'class 19' 21, 'class 18' 20, ") and line.endswith("'class 0' 2")
+    assert "..." in line and len(line) <= 120
+    assert all(
+        f"'class {number}': {number + 2}" in "\n".join(account.whole_account(task, splits)) for number in range(20)
+    )
+
+
+def test_classes_that_look_alike_are_named(tmp_path):
+    labels = ["good", "bad", "Good", "good\u200b", "bad", "very bad", "verybad", "other"] * 2
+    said = said_of(*load_rows(tmp_path / "rows.jsonl", labelled(*labels), "text-classification"))
+    assert r"alone: 'Good', 'good', 'good\u200b' | 'very bad', 'verybad'" in said
+    said = said_of(*load_rows(tmp_path / "rows.jsonl", labelled("good", "bad", "godo") * 2, "text-classification"))
+    assert "alone" not in said
+
+
+def test_equal_texts_with_different_labels_are_counted_also_among_rows_held_out(tmp_path):
+    rows = [{"text": text, "label": label} for text, label in ("ax", "ay", "bx", "bx", "bx", "cy", "dx", "ey")]
+    said = said_of(*load_rows(tmp_path / "rows.jsonl", rows, "text-classification", validation_share=0.4))
+    assert "2 rows with texts and label of an earlier one; 1 text with several labels" in said
+
+
+@pytest.mark.parametrize(
+    "labels, separator, said",
+    [
+        (["farm", "market", "farm#market", "river", "river#farm"], ",", "give --label_separator '#'"),
+        (["farm", "market", "farm | market"], ",", "give --label_separator '|'"),
+        (["farm", "market", "river"], ",", "(--label_separator)"),
+        (["farm", "market", "farm,market"], ",", ""),
+        (["farm", "market", "farm#market"], "#", ""),
+        ([["farm"], ["market"], ["river"]], ",", ""),
+    ],
+)
+def test_labels_that_another_sign_joins_are_told(labels, separator, said, tmp_path):
+    task = "multi_label_classification"
+    found = said_of(*load_rows(tmp_path / "rows.jsonl", labelled(*labels), task, label_separator=separator))
+    assert said in found and bool(said) == ("no cell of 'label' has ','" in found)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Features and predictions of token classification, question answering and multiple choice
-
-
-@pytest.fixture(scope="module")
-def tokenizer(trained):
-    return AutoTokenizer.from_pretrained(trained)
 
 
 def made(file, rows, task, tokenizer, length, **options):

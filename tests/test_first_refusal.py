@@ -89,7 +89,6 @@ OPTIONS = {
             {"lr_scheduler_type": "constant", "warmup_ratio": 0.1},
             {"source_weights": ["many"]},
             {"source_weights": ["0", "0"]},
-            {"optim": "muon", "mixed_precision": "fp16"},
             {"init_from": "a", "attention_init": "neighbours"},
         ],
     ),

@@ -133,6 +133,15 @@ def test_a_training_step_compiles_without_a_graph_break(backend):
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "kernels-community/flash-attn3"])
+def test_flash_attention_and_kernels_of_the_hub_are_refused_with_what_to_give(name):
+    with pytest.raises(ValueError, match=f"attn_implementation {name} .*; give sdpa, .* varlen"):
+        of_head("ForPreTraining", attn_implementation=name)
+    model = of_head("ForPreTraining")
+    with pytest.raises(ValueError, match=f"attn_implementation {name} .*; give sdpa, .* varlen"):
+        model.set_attn_implementation(name)
+
+
 @pytest.mark.slow
 def test_flex_attention_equals_eager_attention_on_packed_rows():
     model = of_head("ForPreTraining", num_hidden_layers=1, attn_implementation="eager")

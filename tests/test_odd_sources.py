@@ -26,27 +26,27 @@ from d2l_bert.training.finetuning.rows import read_file
 # What a folder holds
 
 
-def test_pipes_and_devices_in_a_folder_are_left_out_and_said(tmp_path, caplog):
+def test_pipes_and_devices_in_a_folder_are_left_out_and_said(tmp_path):
     write_files(tmp_path, {"a.txt": "Text."})
     os.mkfifo(tmp_path / "b.txt")
     os.mkfifo(tmp_path / "README")
     (tmp_path / "c.txt").symlink_to("/dev/zero")
     (tmp_path / "d").symlink_to("/dev/stdin")
-    with caplog.at_level("INFO", "d2l_bert"):
-        assert texts(file_source(tmp_path)) == [["Text."]]
-    assert "pipes and devices: 4 files" in caplog.text
+    source = file_source(tmp_path)
+    assert texts(source) == [["Text."]]
+    assert "pipes and devices: 4 files" in source.left_out
 
 
-def test_files_behind_links_out_of_a_folder_are_read_said_and_counted(tmp_path, caplog):
+def test_files_behind_links_out_of_a_folder_are_read_said_and_counted(tmp_path):
     folder = tmp_path / "texts"
     secret = {f"secret-{number}.txt": f"{name} went away. He came back." for number, name in enumerate(PEOPLE)}
     write_files(tmp_path, {"texts/a.txt": "Inside.", "texts/b.txt": "Too.", **secret})
     (folder / "c.txt").symlink_to("b.txt")
     for name in secret:
         (folder / name).symlink_to(tmp_path / name)
-    with caplog.at_level("INFO", "d2l_bert"):
-        prepared = prepare(TextConfig(corpus=[str(folder)]))
-    assert f"{len(PEOPLE)} files behind links out of this folder, such as secret-0.txt -> {tmp_path}" in caplog.text
+    prepared = prepare(TextConfig(corpus=[str(folder)]))
+    said = "\n".join(prepared.account)
+    assert f"{len(PEOPLE)} files behind links out of this folder, such as secret-0.txt -> {tmp_path}" in said
     assert prepared.reading["files behind links out of their folder"] == len(PEOPLE)
     assert prepared.counts()["reading"] == prepared.reading
 

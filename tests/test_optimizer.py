@@ -188,13 +188,18 @@ def test_the_model_has_the_averages_inside_the_context_and_its_own_weights_after
 # A step whose loss or gradient is not finite is left out, also with the scaler of fp16, by a stand-in on the CPU
 
 
-def make_learner():
-    accelerator = make_accelerator("no")
+def give_scaler(accelerator):
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     # So that gradients are unscaled.
     accelerator.native_amp = True
     accelerator.state._mixed_precision = "fp16"
-    return Learner(accelerator, in_training(), PretrainConfig(learning_rate=1e-3, ema_decay=0.5))
+
+
+def make_learner(optim="adamw"):
+    """A learner that computes in fp16."""
+    accelerator = make_accelerator("no")
+    give_scaler(accelerator)
+    return Learner(accelerator, in_training(), PretrainConfig(learning_rate=1e-3, ema_decay=0.5, optim=optim))
 
 
 def step_of(learner):
@@ -242,3 +247,54 @@ def test_a_step_whose_loss_or_gradient_is_not_finite_is_skipped_and_the_next_is_
     assert skipped and torch.equal(first, second)
     skipped, third = step(3)
     assert not skipped and not torch.equal(second, third)
+
+
+def everything_in(learner):
+    """Copies of the weights, of their averages and of the optimizers' tensors, by their names."""
+    tensors = {**learner.parameters, **learner._moments()}
+    tensors |= {f"average of {name}": tensor for name, tensor in learner.average.averages.items()}
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    "overflow", ["bert.encoder.layer.0.ffn.dense1.weight", "bert.embeddings.word_embeddings.weight"]
+)
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+def test_an_overflow_in_the_gradient_of_one_optimizer_moves_neither_and_halves_the_scale_once(overflow, number):
+    """In Muon's part, a matrix of a block, or in AdamW's."""
+    learner = make_learner("muon")
+    scaler = learner.accelerator.scaler
+    muon, _ = learner.optimizers
+    ids_of_muon = {id(parameter) for group in muon.param_groups for parameter in group["params"]}
+    assert (id(learner.parameters[overflow]) in ids_of_muon) == ("encoder" in overflow)
+    learner.train_on(step_of(learner), 1, 1e-3)
+    before = everything_in(learner)
+    scale = scaler.get_scale()
+    hook = learner.parameters[overflow].register_hook(lambda gradient: torch.full_like(gradient, number))
+    assert learner.train_on(step_of(learner), 2, 1e-3).skipped
+    hook.remove()
+    after = everything_in(learner)
+    assert [name for name, tensor in after.items() if not torch.equal(tensor, before[name])] == []
+    assert scaler.get_scale() == scale / 2
+    assert not learner.train_on(step_of(learner), 3, 1e-3).skipped
+    moved = everything_in(learner)
+    assert [name for name, tensor in moved.items() if torch.equal(tensor, before[name])] == []
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_with_the_scaler_of_fp16_weights_and_moments_are_those_without(optim):
+    """The scale is a power of two, and changes no bit; after two good steps it is twice as large."""
+    found = []
+    for has_scaler in (False, True):
+        accelerator = make_accelerator("no")
+        learner = Learner(accelerator, in_training(), PretrainConfig(ema_decay=0.5, optim=optim))
+        if has_scaler:
+            give_scaler(accelerator)
+            accelerator.autocast = contextlib.nullcontext  # in float32
+        for number in (1, 2):
+            learner.train_on(step_of(learner), number, 1e-3)
+        found.append(everything_in(learner))
+    assert accelerator.scaler.get_scale() == 2048
+    without, with_scaler = found
+    for name, tensor in with_scaler.items():
+        torch.testing.assert_close(tensor, without[name], rtol=0, atol=0)

@@ -179,6 +179,35 @@ def test_the_micro_batches_of_all_ranks_hold_each_row_once_and_are_equally_many(
         assert len(micro_batch) <= 1 or len(micro_batch) * packing.padded(longest) <= most_tokens
 
 
+@given(
+    st.lists(st.integers(1, 128), min_size=1, max_size=80), st.integers(1, 2000), st.sampled_from([1, 2, 3, 8, 1024])
+)
+def test_without_padding_micro_batches_are_full_of_the_tokens_of_the_fullest_rank(lengths, most_tokens, world_size):
+    ranks = range(min(world_size, len(lengths) + 2))
+    found = [packing.rows_without_padding(lengths, most_tokens, Ranks(world_size, rank)) for rank in ranks]
+    assert len({len(part) for part in found}) == 1
+    of_all_ranks = list(itertools.chain.from_iterable(itertools.chain.from_iterable(found)))
+    assert sorted(of_all_ranks) == list(range(len(lengths)))
+    tokens = np.array([[sum(lengths[row] for row in rows) for rows in part] for part in found])
+    assert (tokens == 0).sum() <= len(found), "at most the last one of a rank is empty"
+    for part, tokens_of_rank in zip(found, tokens, strict=True):
+        assert all(len(rows) <= 1 or count <= most_tokens for rows, count in zip(part, tokens_of_rank, strict=True))
+    fullest = found[0]
+    assert (tokens.max(0) == tokens[0]).all()
+    for count, following in zip(tokens[0], fullest[1:], strict=False):
+        assert count + lengths[following[0]] > most_tokens
+
+
+@pytest.mark.parametrize(("world_size", "with_padding", "without"), [(1, 10, 7), (8, 2, 1)])
+def test_without_padding_there_are_fewer_micro_batches(world_size, with_padding, without):
+    """Of 2,048 rows of at most 128 tokens, half of which are full, in micro-batches of 32,768 tokens."""
+    lengths = np.random.default_rng(0).integers(32, 129, 2048)
+    lengths[:1024] = 128
+    ranks = Ranks(world_size, 0)
+    assert len(packing.rows_of_micro_batches(lengths, 32_768, ranks)) == with_padding
+    assert len(packing.rows_without_padding(lengths, 32_768, ranks)) == without
+
+
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=31), st.integers(300, 20_000))
 def test_a_micro_batch_ends_where_it_is_full_or_a_row_more_would_be_too_much_padding(lengths, most_tokens):
     """Of fewer than 32 rows each is a group of its own, so that the limits hold row by row."""

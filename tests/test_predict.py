@@ -237,7 +237,10 @@ def test_a_row_with_an_empty_text_is_kept_without_a_prediction(kind, classifier,
     file = write_table(tmp_path / "rows.csv", rows)
     capsys.readouterr()
     out = predict(classifier, file, tmp_path / f"out.{kind}")
-    assert "predictions for 4 rows; 2 rows without a text" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "predictions for 4 rows; 2 rows without a text" in said.out
+    assert said.err.splitlines()[-2] == "columns: 'text'; not read: 'no'" and len(said.err.splitlines()) == 2
+    assert f" is read as: {rows[0]['text']}" in said.err.splitlines()[-1]
     if kind == "csv":
         found = read_csv(out)
     elif kind == "jsonl":

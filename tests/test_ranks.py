@@ -258,6 +258,18 @@ def test_sigterm_ends_ranks_that_wait_for_each_other_within_seconds(hang, told):
     assert not any("Traceback" in file.read_text() for file in said)
 
 
+@pytest.mark.parametrize("lost_by", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "silent"])
+@pytest.mark.slow
+def test_a_lost_rank_ends_the_others_within_the_time_of_a_step_and_saving_may_take_longer(hang, tmp_path, lost_by):
+    """A rank is silent where its machine has lost its power or its network: its connections stay open."""
+    ranks, said = hang("lost in a step", processes=2, LOST_BY=str(int(lost_by)))
+    wait_for(lambda: "step 14/40" in said[0].read_text(), [ranks[0]])
+    assert (tmp_path / "model" / "checkpoint-10").is_dir(), "rank 1 has waited 9 seconds for it"
+    assert ranks[0].wait(6 + SOON) == 2
+    (line,) = error_lines(said[0].read_text())
+    assert "another process of this run is gone, or cannot be reached" in line
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Bugs and memory
 

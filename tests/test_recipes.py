@@ -275,30 +275,88 @@ def test_a_schedule_of_lengths_leaves_a_step_of_full_length(max_steps, schedule)
 # The number of steps
 
 
-def test_the_time_of_a_run_is_that_of_all_steps_of_each_stage(monkeypatch):
-    """On a clock on which a step takes the seconds that stand in it, and the first of each stage 9 s."""
+def take_time(monkeypatch):
+    """Replace the clock of the estimate by one that stands still, and return a function that moves it on."""
     clock = SimpleNamespace(now=0.0)
-    taken = [None]
     monkeypatch.setattr(schedule, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    stages = {0: 1.0, 40: 0.25, 90: 3.0, 99: 2.0}  # the last one is a single step
+
+    def take(seconds):
+        clock.now += seconds
+
+    return take
+
+
+def timed(take, stages, *, making=0.0, workers=0, compiling=None):
+    """
+    The result of `time_steps` on a run of 100 steps, and how long each step takes, in their order.
+
+    Args:
+        stages: the seconds of a step, by the first step of each stage; the first step of all takes 9 s.
+        making: the seconds that it takes to make the batch of a step.
+        compiling: the seconds that the fifth step of each stage takes; as the others, if None.
+    """
+    taken = [None]
 
     def update(micro_batches, counts, learning_rate):
         assert learning_rate == 0
         (seconds,) = micro_batches
-        clock.now += 9.0 if seconds != taken[-1] else seconds
+        is_first = seconds != taken[-1]
+        is_fifth = taken[-5:] == [seconds] * 5 and taken[-6] != seconds
+        take(9.0 if is_first else (compiling or seconds) if is_fifth else seconds)
         taken.append(seconds)
 
     def walk(start):
         seconds = next(seconds for first, seconds in reversed(stages.items()) if first <= start)
-        return itertools.repeat(SimpleNamespace(micro_batches=[seconds], counts=None, words=100 * seconds))
+        while True:
+            take(making)
+            yield SimpleNamespace(micro_batches=[seconds], counts=None, words=100 * seconds)
 
     borders = itertools.pairwise([*stages, 100])
     made = [Stage(first, end, None, None, 0) for first, end in borders]
-    learner = SimpleNamespace(update=update, accelerator=make_accelerator("no"))
-    total, words = time_steps(learner, SimpleNamespace(stages=made, walk=walk))
-    assert total == pytest.approx(40 * 1.0 + 50 * 0.25 + 9 * 3.0 + 2.0)
+    learner = SimpleNamespace(update=update)
+    run = PretrainConfig(dataloader_num_workers=workers)
+    return time_steps(learner, SimpleNamespace(run=run, stages=made, walk=walk)), taken[1:]
+
+
+STAGES = {0: 1.0, 40: 0.25, 90: 3.0, 99: 2.0}  # the last one is a single step
+ALL_STEPS = 40 * 1.0 + 50 * 0.25 + 9 * 3.0 + 2.0
+
+
+def test_the_time_of_a_run_is_that_of_all_steps_of_each_stage(monkeypatch):
+    (total, words), taken = timed(take_time(monkeypatch), STAGES)
+    assert total == pytest.approx(ALL_STEPS)
     assert words == pytest.approx(100 * total)
-    assert taken[1:] == [1.0] * 21 + [0.25] * 21 + [3.0] * 10 + [2.0] * 2
+    assert taken == [1.0] * 21 + [0.25] * 21 + [3.0] * 10 + [2.0] * 2
+
+
+def test_a_step_that_compiles_does_not_count_for_all(monkeypatch):
+    (total, _), _ = timed(take_time(monkeypatch), STAGES, compiling=30.0)
+    assert total == pytest.approx(ALL_STEPS)
+
+
+@pytest.mark.parametrize(("workers", "seconds_a_step"), [(0, 0.8), (1, 0.8), (2, 0.4), (8, 0.25)])
+def test_a_step_takes_as_long_as_the_loader_where_that_is_slower(monkeypatch, workers, seconds_a_step):
+    """A batch is made in 0.8 s, by one thread or process, and computed in 0.25 s."""
+    (total, _), _ = timed(take_time(monkeypatch), {0: 0.25}, making=0.8, workers=workers)
+    assert total == pytest.approx(100 * seconds_a_step)
+
+
+def test_the_first_batch_of_an_evaluation_is_not_timed(monkeypatch):
+    """It compiles, in 15 s; an evaluation of five batches then takes 2 s, ten of them 20 s of 120."""
+    take = take_time(monkeypatch)
+    evaluated = []
+
+    def evaluate(batches):
+        for batch in batches:
+            take(0.4 if evaluated else 15.0)
+            evaluated.append(batch)
+
+    learner = SimpleNamespace(evaluate=evaluate, accelerator=make_accelerator("no"), reset_optimizers=lambda: None)
+    monkeypatch.setattr(schedule, "TrainingSteps", lambda *_: None)
+    monkeypatch.setattr(schedule, "time_steps", lambda *_: (0.5 * schedule.PROVISIONAL_STEPS, 1.0))
+    steps = schedule.find_max_steps(PretrainConfig(max_minutes=2), None, learner, [1, 2, 3, 4, 5], None)
+    assert steps == 200
+    assert evaluated == [1, 1, 2, 3, 4, 5]
 
 
 def test_minutes_hold_the_steps_and_their_evaluations(caplog):

@@ -36,6 +36,7 @@ AT_ONCE = [
     ("pretrain --lr_scheduler_type constant --warmup_ratio 0.1", "warm-up"),
     ("pretrain --license nolicence", "nolicence"),
     ("pretrain --attn_implementation flex_attention", "flex_attention"),
+    ("pretrain --attn_implementation flash_attention_2", "sdpa or flex_attention or varlen"),
     ("fill-mask run 'a [MASK]' --top_k 0", "--top_k"),
     ("embed run file.txt --output v.npy --batch_tokens 0", "batch_tokens"),
     ("attention run a --layer 0", "layer"),

@@ -107,6 +107,11 @@ WRONG = {
         {"train.conllu": "1\tAda\t_\tPROPN" + "\t_" * 6 + "\n2\t\t_\tVERB" + "\t_" * 6 + "\n"},
         ["error: train_file train.conllu: cannot be read (line 2: its word is empty; repair the line)"],
     ),
+    "a word a row": (
+        "token-classification",
+        {"train.csv": "Sentence #,tokens,tags\nSentence: 1,Ada,B-PER\n,left,O\nSentence: 2,Bo,B-PER\n,left,O\n"},
+        ["train.csv: each row has one word", "does column 'Sentence #' say which?", ".conll"],
+    ),
     "an empty CoNLL file": ("token-classification", {"train.conll": "\n\n"}, ["train_file train.conll: has no rows"]),
     "CoNLL in another encoding": (
         "token-classification",

@@ -178,6 +178,12 @@ class TextConfig(SourceConfig):
         identity=False,
         within="[0, 1]",
     )
+    full_account: bool = option(
+        False,
+        "print all that is said of the text, of which else the most important is printed, and all is in reading.txt",
+        TEXT,
+        identity=False,
+    )
     extend_vocab: int = option(
         0,
         "most words of the text to add to the vocabulary of an existing tokenizer",

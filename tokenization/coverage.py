@@ -176,6 +176,17 @@ def facts_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
 # Lines for the user
 
 
+def tokenizer_line(tokenizer: PreTrainedTokenizerBase, coverage: Coverage) -> str:
+    """What a tokenizer is, and how much of a text it does not know, in a short line."""
+    facts = facts_of(tokenizer)
+    case = "lower case" if facts["lowercase"] else "with capitals"
+    accents = ", no accents" if facts["strip_accents"] else ""
+    return (
+        f"tokenizer: {len(tokenizer):,} entries, {case}{accents}; of the text {unknown_share(coverage):.2%} stand in "
+        f"[UNK], dropped are {coverage['dropped_marks'] + coverage['dropped_characters']:,} characters"
+    )
+
+
 def coverage_line(coverage: Coverage) -> str:
     """What a tokenizer loses of a text (`coverage_of`), in one line."""
     merged = coverage["merged_types"] / max(coverage["word_types"], 1)
@@ -187,10 +198,6 @@ def coverage_line(coverage: Coverage) -> str:
     )
 
 
-OTHER_TOKENIZER = "give another tokenizer, or leave --tokenizer and --init_from out to train one on this text"
-INVISIBLE = "BERT's cleaning drops control, invisible and private-use characters: take them out, or replace them"
-
-
 def remarks(
     coverage: Coverage,
     contents: Contents,
@@ -199,7 +206,7 @@ def remarks(
     language: str | None,
 ) -> Iterator[str]:
     """
-    A line for each thing that is lost, with its cause and the option that mends it.
+    A short line for each thing that is lost or damaged, with what mends it; what loses most comes first.
 
     Args:
         coverage: from `coverage_of`.
@@ -208,69 +215,70 @@ def remarks(
         language: the option.
     """
     yield from _remarks_on_losses(coverage, is_given)
+    yield from _remarks_on_damage(contents)
     yield from _remarks_on_letters(contents, tokenizer, is_given, language)
     with_digits = facts_of(tokenizer)["entries_with_digits"] / len(tokenizer)
     if with_digits > REMARKED_DIGITS and not is_given:
-        yield (
-            f"{with_digits:.0%} of the vocabulary's entries hold digits; --individual_digits true makes every digit a "
-            f"word"
-        )
+        yield f"{with_digits:.0%} of the entries hold digits; --individual_digits true makes every digit a word"
     if contents["script"] not in ("", "Latin") and not language:
         script = "Chinese" if contents["script"] == "Han" else contents["script"].replace("_", " ")
-        yield (
-            f"most letters are {script}, and sentences are split as in English; name the language of the text with "
-            f"--language"
-        )
+        yield f"most letters are {script}, and sentences end as in English; name the language with --language"
 
 
 def _remarks_on_losses(coverage, is_given):
     """Lines about characters in `[UNK]`, characters that are dropped, and words that became equal."""
-    keep_marks = OTHER_TOKENIZER if is_given else "--strip_accents false keeps them"
     if is_given:
-        know_more = f"the tokenizer lacks their characters: {OTHER_TOKENIZER}, or add words with --extend_vocab"
+        keep_marks = "train a tokenizer (without --tokenizer) to keep them"
+        know_more = "train a tokenizer (without --tokenizer), or add words with --extend_vocab"
     else:
-        know_more = (
-            "their characters are too many for the vocabulary: raise --vocab_size, or --limit_alphabet if it is given"
-        )
+        keep_marks = "--strip_accents false keeps them"
+        know_more = "raise --vocab_size, or --limit_alphabet if it is given"
+    replace_them = "replace what BERT drops"
     unknown = unknown_share(coverage)
     if unknown > REMARKED_UNKNOWN:
         yield f"{unknown:.1%} of the characters stand in [UNK]; {know_more}"
     if coverage["dropped_marks"] > NOTICEABLE * coverage["characters"]:
         yield f"{coverage['dropped_marks']:,} marks (accents, vowel signs, tones) are dropped; {keep_marks}"
     if coverage["dropped_characters"] > REMARKED_DROPPED * coverage["characters"]:
-        yield f"{coverage['dropped_characters']:,} characters are dropped; {INVISIBLE}"
+        dropped = f"{coverage['dropped_characters']:,} control, invisible or private-use characters"
+        yield f"{dropped} are dropped; {replace_them}"
     if coverage["merged_types"] > REMARKED_MERGED * coverage["word_types"]:
-        examples = "; ".join(f"{one!r} = {other!r}" for one, other in coverage["merged_examples"])
         losses = {
-            INVISIBLE: coverage["dropped_characters"],
+            replace_them: coverage["dropped_characters"],
             know_more: coverage["unknown_characters"],
             keep_marks: coverage["dropped_marks"],
         }
-        yield (
-            f"{coverage['merged_types']:,} of {coverage['word_types']:,} word types became equal to another that "
-            f"differs by more than case ({examples}); {max(losses, key=losses.get)}"
-        )
+        one, other = coverage["merged_examples"][0]
+        share = coverage["merged_types"] / coverage["word_types"]
+        yield f"{share:.0%} of the words became another ({one:.20} = {other:.20}); {max(losses, key=losses.get)}"
+
+
+def _remarks_on_damage(contents):
+    """Lines about words that were damaged before."""
+    if contents["mojibake"] > NOTICEABLE:
+        yield f"{contents['mojibake']:.1%} of the words are UTF-8 read as Windows-1252 (fÃ¼r for für); repair it: ftfy"
+    if contents["entities"] > NOTICEABLE:
+        yield f"{contents['entities']:.1%} of the words hold entities of HTML (&quot;); replace them: html.unescape"
+    if contents["zawgyi"] > NOTICEABLE:
+        yield f"{contents['zawgyi']:.1%} of the words are Burmese in Zawgyi, not Unicode; convert it: myanmar-tools"
 
 
 def _remarks_on_letters(contents, tokenizer, is_given, language):
     """Lines about normal forms and case."""
     normalizer = tokenizer.backend_tokenizer.normalizer
     is_lower_case = normalized("A", normalizer) == "a"
-    keep_case = OTHER_TOKENIZER if is_given else "--lowercase false keeps it"
-    if contents["mixed_forms"] > NOTICEABLE and normalized("\u00e9", normalizer) != normalized("e\u0301", normalizer):
+    keep_case = "train a tokenizer with --lowercase false" if is_given else "--lowercase false keeps it"
+    is_two_forms = normalized("\u0958", normalizer) != normalized("\u0915\u093c", normalizer)
+    if contents["mixed_forms"] > NOTICEABLE and is_two_forms:
         make_one = "convert it to NFC" if is_given else "--unicode_normalization NFC makes them one"
-        yield (
-            f"the text mixes composed and decomposed letters (NFC and NFD), so that equal words have other tokens; "
-            f"{make_one}"
-        )
+        yield f"{contents['mixed_forms']:.1%} of the words are spelled in two forms of Unicode; {make_one}"
+    if contents["compatible_forms"] > NOTICEABLE and normalized("ﬁ", normalizer) != "fi":
+        make_plain = "convert it to NFKC" if is_given else "--unicode_normalization NFKC makes them plain"
+        yield f"{contents['compatible_forms']:.1%} of the words hold ligatures or wide letters (ﬁ, Ａ); {make_plain}"
     if is_lower_case and contents["mixed_case"] > MOST_MIXED_CASE:
-        yield (
-            f"{contents['mixed_case']:.0%} of the words have a capital letter inside (aBc), so that case tells words "
-            f"apart, and the tokenizer drops it; {keep_case}"
-        )
+        yield f"{contents['mixed_case']:.0%} of the words have a capital inside (aBc), which is dropped; {keep_case}"
     is_turkish = (language or "").partition("-")[0] in ("tr", "az")
     if is_lower_case and (is_turkish or contents["dotless"] > NOTICEABLE):
-        yield (
-            f"lower-casing follows English, and I and \u0131, \u0130 and i are different letters in Turkish and "
-            f"Azeri; {keep_case}"
-        )
+        yield f"lower case is as in English: I becomes i, also in Turkish and Azeri, which have ı; {keep_case}"
+    if is_lower_case and contents["capital_sigmas"] > NOTICEABLE:
+        yield f"ΔΡΟΜΟΣ becomes δρομοσ, which Greek writes δρόμος: capitals are other words here; {keep_case}"

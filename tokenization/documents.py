@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.rules import DELETED
+from d2l_bert.tokenization.seen_lines import SeenLines
 from d2l_bert.tokenization.text_layout import find_layout, grouped, split_documents
 
 
@@ -35,13 +36,16 @@ class Document:
     are_sentences: bool = False
 
 
-def text_documents(lines: Iterator[str], counts: Counter, documents: str = "auto") -> Iterator[Document]:
+def text_documents(
+    lines: Iterator[str], counts: Counter, seen: SeenLines, documents: str = "auto"
+) -> Iterator[Document]:
     """
     The documents of a text file.
 
     Args:
         lines: of the file, as in `files.decoded`.
         counts: how the file was read is counted.
+        seen: keeps some of its lines.
         documents: where documents end, as in `find_layout`.
 
     Raises:
@@ -49,15 +53,18 @@ def text_documents(lines: Iterator[str], counts: Counter, documents: str = "auto
     """
     first_lines = _beginning(lines)
     layout = find_layout(first_lines, documents)
+    seen.add(first_lines, are_joined=layout.lines == "wrapped")
     are_sentences = layout.lines == "sentences"
-    paragraphs_of_documents = split_documents(itertools.chain(first_lines, lines), layout, READ_CHARACTERS)
+    paragraphs_of_documents = split_documents(itertools.chain(first_lines, lines), layout, READ_CHARACTERS, counts)
     for number, paragraphs in enumerate(paragraphs_of_documents):
         if number == 0:  # only a file with a document is counted
             counts[f"files {layout.description()}"] += 1
         yield Document(paragraphs, are_sentences=are_sentences)
 
 
-def row_documents(texts: Iterable[str], counts: Counter, documents: str = "auto") -> Iterator[Document]:
+def row_documents(
+    texts: Iterable[str], counts: Counter, seen: SeenLines, documents: str = "auto"
+) -> Iterator[Document]:
     """
     The documents of rows: each row with text is one, unless `documents` says otherwise.
 
@@ -65,6 +72,7 @@ def row_documents(texts: Iterable[str], counts: Counter, documents: str = "auto"
 
     Args:
         counts: how the rows were read is counted, and those without text.
+        seen: keeps some of their lines.
         documents: `auto`, `blank_line`, `line`, or `file` for documents of `BLOCK_ROWS` rows, in which each row is a
             paragraph.
     """
@@ -75,6 +83,7 @@ def row_documents(texts: Iterable[str], counts: Counter, documents: str = "auto"
         lines += ["", *tables.LINE_END.split(text.strip())]
     lines_of_rows = lines[1:]  # with an empty line between two rows
     layout = find_layout(lines_of_rows, "file" if documents == "auto" else documents)  # here "file" stands for a row
+    seen.add(lines_of_rows, are_joined=layout.lines == "wrapped")
     are_sentences = layout.lines == "sentences"
     rows = itertools.chain(first_rows, texts)
     if documents == "file":  # and here, as an option, for many rows
@@ -85,7 +94,7 @@ def row_documents(texts: Iterable[str], counts: Counter, documents: str = "auto"
         return
     for text in rows:
         counts[f"rows {layout.description()}"] += 1
-        for paragraphs in split_documents(tables.LINE_END.split(text), layout, READ_CHARACTERS):
+        for paragraphs in split_documents(tables.LINE_END.split(text), layout, READ_CHARACTERS, counts):
             yield Document(paragraphs, are_sentences=are_sentences)
 
 

@@ -6,53 +6,67 @@ import json
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from d2l_bert.messages import UserError, counted, explained, shortened, standard_input
 from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.python_docs import PYTHON_DOCS
+from d2l_bert.tokenization.text_formats import LINES_OF_FORMAT
 
 
 logger = logging.getLogger(__name__)
 
 STDIN = "-"  # in place of a file: the standard input
 PREPARED_FILE = "prepared.json"  # the record of a prepared folder
-READ_SUFFIXES = (".txt", ".md", ".log", *tables.TABLE_SUFFIXES)
+READ_SUFFIXES = (".txt", ".md", ".log", *LINES_OF_FORMAT, *tables.TABLE_SUFFIXES)
 
 
-def text_files(path: str | Path) -> tuple[list[Path], int]:
+@dataclass(frozen=True)
+class FoundFiles:
+    """
+    What a path leads to.
+
+    Args:
+        files: sorted by the names of their folders and their own, the same on every machine.
+        outside: how many of them lie outside of the folder, behind links.
+        said: of a folder, what was left out and what lies outside, in words; "" if there is nothing to say.
+    """
+
+    files: list[Path]
+    outside: int = 0
+    said: str = ""
+
+
+def text_files(path: str | Path) -> FoundFiles:
     """
     The text files and tables in a folder and its subfolders; for the path of a file, this file.
 
     Of a folder, files with the suffixes `READ_SUFFIXES` and text files without a suffix are taken, packed or not.
     Hidden files and folders are skipped. Links are followed, also those out of the folder, as texts are often
-    collected by links. A file that several paths lead to is taken once. What is left out, and how many files lie
-    outside, is logged in one line.
-
-    Returns:
-        The files, sorted by the names of their folders and their own, the same on every machine; how many of them lie
-        outside of the folder.
+    collected by links. A file that several paths lead to is taken once.
 
     Raises:
         UserError: the path does not exist, is a `.json` file, or is neither a file nor a folder; or the folder has no
-            text file.
+            text file, or more text in files of a kind that is left out.
         OSError: the file system refuses to say.
     """
     path = Path(path)
     if path.is_file() and tables.file_kind(path) != "json":
-        return [path], 0
+        return FoundFiles([path])
     if not path.is_dir():
         _refuse_path(path)
     shown = shortened(str(path), 200)
     taken, left_out = _sort_out(path)
-    said = shortened("; ".join(left_out), 1000)
+    said = shortened("; ".join(_kinds(left_out)), 1000)
     if not taken:
         raise UserError(
-            f"{shown}: no text file in this folder{f' ({said})' if said else ''}; give a folder with files of these "
-            f"kinds: {', '.join(READ_SUFFIXES)} or without a suffix, also packed as "
-            f"{' or '.join(tables.PACKED_SUFFIXES)}"
+            f"{shown}: no text file in this folder{f' ({said})' if said else ''}; name its files, as {shown}/*.txt: a "
+            f"file that is named is read as text. Of a folder these are read: {', '.join(READ_SUFFIXES)} and files "
+            f"without a suffix, also packed as {' or '.join(tables.PACKED_SUFFIXES)}"
         )
+    _refuse_mostly_left_out(shown, taken, left_out)
     home = os.path.realpath(path)
     outside = [real for real in taken if not real.is_relative_to(home)]
     lines = []
@@ -61,9 +75,29 @@ def text_files(path: str | Path) -> tuple[list[Path], int]:
         lines.append(f"{counted(len(outside), 'file')} behind links out of this folder, such as {first}")
     if said:
         lines.append(f"left out: {said}")
-    if lines:
-        logger.info(f"{shown}: {'; '.join(lines)}")
-    return sorted(taken.values(), key=lambda file: file.parts), len(outside)
+    return FoundFiles(sorted(taken.values(), key=lambda file: file.parts), len(outside), "; ".join(lines))
+
+
+def _kinds(left_out):
+    """A line for each kind of the files that are left out: how many, and their bytes."""
+    for kind, files in left_out.items():
+        size = sum(file.lstat().st_size for file in files)
+        yield f"{kind}: {counted(len(files), 'file')}, {size:,} bytes"
+
+
+def _refuse_mostly_left_out(shown, taken, left_out):
+    """Refuse a folder where files of one kind that is left out hold more text than all that are read."""
+    read = sum(file.stat().st_size for file in taken.values())
+    for kind, files in left_out.items():
+        size = sum(file.lstat().st_size for file in files)
+        if not kind.startswith(".") or size <= read:
+            continue
+        readable = [file for file in files if file.is_file() and os.access(file, os.R_OK)]
+        if readable and not _is_binary(readable[0]):
+            raise UserError(
+                f"{shown}: most of its text is left out: {kind}: {counted(len(files), 'file')}, {size:,} bytes, "
+                f"beside {read:,} bytes that are read; name the files that are to be read, as {shown}/*{kind}"
+            )
 
 
 def _refuse_path(path):
@@ -79,28 +113,25 @@ def _refuse_path(path):
 
 def _sort_out(folder):
     """
-    The files in a folder that are read, by their paths without links; and a line for each kind of those that are not.
+    The files in a folder that are read, by their paths without links; and those that are not, in a list for each kind.
     """
     taken = {}
-    sizes_left_out = {}
+    left_out = {}
     for file, real in _files_below(folder):
         suffix = tables.suffix_unpacked(file)
         if file.exists() and not file.is_file():
-            sizes_left_out.setdefault("pipes and devices", []).append(0)
+            left_out.setdefault("pipes and devices", []).append(file)
         elif suffix in READ_SUFFIXES or (not suffix and not _is_binary(file)):
             taken.setdefault(real, file)
         else:
-            sizes_left_out.setdefault(suffix or "binary without a suffix", []).append(file.lstat().st_size)
-    left_out = []
-    for kind, sizes in sizes_left_out.items():
-        left_out.append(f"{kind}: {counted(len(sizes), 'file')}, {sum(sizes):,} bytes")
+            left_out.setdefault(suffix or "binary without a suffix", []).append(file)
     return taken, left_out
 
 
 def _is_binary(file):
     """Whether a file is an archive, or its beginning holds NUL, which text without a byte order mark does not."""
     with (
-        explained(f"{file}: cannot be read", "repair it, or leave it out", OSError),
+        explained(f"{file}: cannot be read", tables.way_out_of(file), OSError),
         contextlib.suppress(UserError),  # of an archive
     ):
         beginning = tables.open_unpacked(file).read(1 << 16)
@@ -170,7 +201,7 @@ def decoded(file: Path, stdin: BinaryIO | None = None, in_pieces: bool = False) 
         UserError: the file cannot be read, is cut short, is binary, has another encoding, or a line is too long.
     """
     longest = tables.LONGEST_LINE_PIECE if in_pieces else tables.LONGEST_LINE
-    with explained(f"{file}: cannot be read", "repair it, or leave it out", OSError), explained(file, "", ValueError):
+    with explained(f"{file}: cannot be read", tables.way_out_of(file), OSError), explained(file, "", ValueError):
         for line in tables.lines_of(file, stdin, longest, in_pieces):
             yield line.rstrip("\r\n")
 
@@ -203,7 +234,7 @@ def lines_and_cells(file: str, text_column: str = "text", separator: str = "auto
             f"JSON as lines of JSON (.jsonl)"
         )
     if kind == "text":
-        return _with_cells(decoded(path), text_column)
+        return _with_cells(_texts_of(decoded(path), text_column, file), text_column)
     return tables.text_rows(path, text_column, separator, all_cells=True)
 
 
@@ -221,14 +252,20 @@ def _texts_of_stdin(text_column: str) -> Iterator[str]:
         UserError: it is closed; or the first line is that of a table with the column, which would be read as texts.
     """
     source = "standard input"
-    for number, line in enumerate(decoded(Path(source), standard_input())):
-        if number == 0:
-            if line.strip().casefold() != text_column.casefold():  # one word is a text
-                tables.refuse_header(line, [text_column], source)
-            if text_column in _object_in(line):
-                raise UserError(
-                    f"{source}: holds objects of JSON with {text_column!r}; give them as a file that ends in .jsonl"
-                )
+    lines = _texts_of(decoded(Path(source), standard_input()), text_column, source)
+    for number, line in enumerate(lines):
+        if number == 0 and text_column in _object_in(line):
+            raise UserError(
+                f"{source}: holds objects of JSON with {text_column!r}; give them as a file that ends in .jsonl"
+            )
+        yield line
+
+
+def _texts_of(lines: Iterator[str], text_column: str, source: str) -> Iterator[str]:
+    """Lines that are texts. Raises `UserError` if the first is the header of a table with the column."""
+    for number, line in enumerate(lines):
+        if number == 0 and line.strip().casefold() != text_column.casefold():  # one word is a text
+            tables.refuse_header(line, [text_column], source)
         yield line
 
 

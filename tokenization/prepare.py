@@ -15,6 +15,7 @@ from d2l_bert.folders import short_hash
 from d2l_bert.messages import UserError, explained, shortened
 from d2l_bert.records import read_record
 from d2l_bert.tokenization import wordpiece
+from d2l_bert.tokenization.account import Account, counts_line, document_lines, odd_counts, packed, short_name
 from d2l_bert.tokenization.cache import cache_folder, cached
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
 from d2l_bert.tokenization.coverage import (
@@ -26,6 +27,7 @@ from d2l_bert.tokenization.coverage import (
     facts_of,
     measure_unknown_share,
     remarks,
+    tokenizer_line,
     unknown_share,
 )
 from d2l_bert.tokenization.encoding import prepare_tokens
@@ -56,7 +58,7 @@ SAMPLED_CHARACTERS = 2_000_000
 
 # Raise TOKENIZER_FORMAT by 1 when the same text with the same options would give another vocabulary, or another
 # coverage: cached tokenizers are then trained again. `tests/test_formats.py` fails until it is raised.
-TOKENIZER_FORMAT = 5
+TOKENIZER_FORMAT = 6
 
 
 def prepare(run: TextConfig, existing: PreTrainedTokenizerBase | None = None) -> PreparedText:
@@ -65,7 +67,7 @@ def prepare(run: TextConfig, existing: PreTrainedTokenizerBase | None = None) ->
 
     Reads the text, splits it into training and held-out documents, trains the tokenizer, and tokenizes. Each
     result is cached: a later call with the same text and options reads it from the cache. A prepared folder is read
-    instead, without the cache; several are joined there.
+    instead, without the cache; several are joined there. What was read is logged in a few lines (`Account`).
 
     Args:
         existing: the tokenizer that `run` names; None if one is trained.
@@ -75,15 +77,17 @@ def prepare(run: TextConfig, existing: PreTrainedTokenizerBase | None = None) ->
             extended; a prepared folder is damaged or contradicts other options; the cache cannot be read or
             written; or a process was killed or could not be started.
     """
+    account = Account(run.full_account)
     if corpus_is_prepared(run):
-        prepared = _from_prepared_folders(run)
+        prepared = _from_prepared_folders(run, account)
     else:
-        prepared = _from_text(run, existing)
-    logger.info(prepared.summary())
-    return prepared
+        prepared = _from_text(run, existing, account)
+    account.log_remarks()
+    account.say(prepared.summary())
+    return dataclasses.replace(prepared, account=account.lines)
 
 
-def _from_prepared_folders(run):
+def _from_prepared_folders(run, account):
     """
     The `PreparedText` of prepared folders. A validation text takes the place of their held-out documents, and is
     divided into documents and sentences as their text was.
@@ -96,7 +100,7 @@ def _from_prepared_folders(run):
         return prepared
     how = HowToTokenize(prepared.tokenizer, prepared.tokenizer_report["word_unit"], run.processes())
     first_language = (options["language"] or "").partition(",")[0]  # several folders may be in several: "en, de"
-    evaluation = _validation_text(sources, first_language or None, prepared.train, how)
+    evaluation = _validation_text(sources, first_language or None, prepared.train, how, account)
     return dataclasses.replace(
         prepared,
         tokenizer_report=prepared.tokenizer_report | {"unknown_share": evaluation.unknown_share},
@@ -105,34 +109,29 @@ def _from_prepared_folders(run):
     )
 
 
-def _from_text(run, existing):
+def _from_text(run, existing, account):
     """The `PreparedText` of files and datasets; with a validation text, nothing is held out."""
     assert existing is not None or run.existing_tokenizer() is None, "the tokenizer that the run names is not given"
     validation_sources = _open_validation(run)
     what = WhatToRead(paths=run.text_paths(), datasets=run.dataset, split=run.dataset_split)
     sources = open_sources(what, HowToRead.of(run))
-    text = read_sources(sources, run.language)
+    text = read_sources(sources, run.language, account)
     reading = dict(text.reading)
     with explained(text.name, "", UserError):  # what is refused here is said of the text by its name
         is_held_out = _choose_held_out(text.store, run, has_validation=bool(validation_sources))
         if copies := len(text.store) - len(np.unique(text.store.hashes)):
             reading["documents that are copies of others"] = copies
-            logger.info(
-                f"{text.name}: {copies:,} of {len(text.store):,} documents are copies of others; all copies of a "
-                f"document are trained on, or all are held out"
-            )
+        _say_what_was_read(text, reading, account)
         train_part = text.store.part(~is_held_out)
         fitted = fit_tokenizer(run, existing, train_part.sample())
-        logger.info(coverage_line(fitted.coverage))
-        for line in remarks(fitted.coverage, fitted.contents, fitted.tokenizer, existing is not None, run.language):
-            logger.warning(line)
+        _say_what_it_becomes(fitted, existing is not None, run.language, account)
     check_unknown_share(text.name, fitted.coverage, run)
     how = HowToTokenize(fitted.tokenizer, fitted.contents["word_unit"], run.processes())
-    train = _tokenize(train_part, how, text.name)
+    train = _tokenize(train_part, how, text.name, account)
     if validation_sources:
-        evaluation = _validation_text(validation_sources, run.language, train, how)
+        evaluation = _validation_text(validation_sources, run.language, train, how, account)
     else:
-        evaluation = _evaluation_text(text.store.part(is_held_out), how, text.name)
+        evaluation = _evaluation_text(text.store.part(is_held_out), how, text.name, account)
     facts = facts_of(fitted.tokenizer)
     options = run.token_options()
     if existing is None:
@@ -152,6 +151,26 @@ def _from_text(run, existing):
         held_out=evaluation.tokens,
         validation=evaluation.validation,
     )
+
+
+def _say_what_was_read(text, reading, account):
+    """Say how much was read, how documents begin and end, what recurs in lines, and what was passed over."""
+    account.say(counts_line(text.name, reading))
+    for line in document_lines(text.store):
+        account.say(line)
+    for kind, items, most_lines in (("of the lines", text.store.lines, 2), ("also", odd_counts(reading), 1)):
+        for line in packed(kind, items, most_lines):
+            account.say(line)
+        account.keep(f"{kind}, all: {'; '.join(items) or 'nothing'}")
+
+
+def _say_what_it_becomes(fitted, is_given, language, account):
+    """Say what the tokenizer is, what it loses of the text, and what can be done about it."""
+    account.say(tokenizer_line(fitted.tokenizer, fitted.coverage))
+    account.keep(coverage_line(fitted.coverage))
+    account.keep(f"{fitted.contents['types_of_case']:.1%} of the word types differ from another in case alone")
+    for line in remarks(fitted.coverage, fitted.contents, fitted.tokenizer, is_given, language):
+        account.remark(line)
 
 
 def _choose_held_out(store, run, has_validation):
@@ -177,12 +196,12 @@ class HowToTokenize:
     processes: int
 
 
-def _tokenize(part, how, name):
+def _tokenize(part, how, name, account):
     """The tokens of a part of a text; refuses a part with fewer than two documents that have tokens."""
     with explained(name, "", UserError):
         tokens = TokenizedCorpus(prepare_tokens(part, how.tokenizer, cache_folder(), how.processes, how.word_unit))
         if empty := part.document_count() - len(tokens):
-            logger.warning(f"{name}: {empty:,} documents without a token are left out")
+            account.remark(f"{short_name(name)}: {empty:,} documents without a token are left out")
         if len(tokens) < 2:
             raise UserError("too few documents hold a token that the tokenizer knows; give more text")
     return tokens
@@ -204,27 +223,26 @@ class EvaluationText:
     validation: dict | None = None
 
 
-def _evaluation_text(part, how, name):
+def _evaluation_text(part, how, name, account):
     """The `EvaluationText` of a part of a text."""
-    tokens = _tokenize(part, how, name)
+    tokens = _tokenize(part, how, name, account)
     share = measure_unknown_share(how.tokenizer, part.sample(SAMPLED_CHARACTERS))
     if share > REMARKED_UNKNOWN:
-        logger.warning(
-            "the held-out text has characters that the tokenizer lacks, and figures are measured on the others alone; "
-            "give more text, so that the tokenizer is trained on them"
+        account.remark(
+            f"{share:.1%} of the held-out characters are [UNK], which no figure counts; give more text to train on"
         )
     return EvaluationText(tokens, share)
 
 
-def _validation_text(sources, language, train, how):
+def _validation_text(sources, language, train, how, account):
     """The `EvaluationText` of the sources of a validation text; warns if its documents are in the training text."""
-    text = read_sources(sources, language)
+    text = read_sources(sources, language, account)
+    account.say(counts_line(f"to evaluate on: {text.name}", text.reading))
     documents, in_both = text.store.count_documents_also_in(train.hashes)
-    evaluation = _evaluation_text(text.store.part(), how, f"validation text {text.name}")
+    evaluation = _evaluation_text(text.store.part(), how, f"validation text {text.name}", account)
     if in_both:
-        logger.warning(
-            f"validation text {text.name}: {in_both:,} of its {documents:,} documents stand in the training text, "
-            f"too: its metrics are better than those of an unseen text"
+        account.remark(
+            f"{short_name(text.name)}: {in_both:,} of {documents:,} documents are also trained on, so figures flatter"
         )
     validation = {
         "corpus_name": text.name,
@@ -272,23 +290,23 @@ class ReadText:
     reading: dict[str, int]
 
 
-def read_sources(sources: Sequence[Source], language: str | None) -> ReadText:
+def read_sources(sources: Sequence[Source], language: str | None, account: Account) -> ReadText:
     """
     The text of some sources, read or found in the cache.
 
-    Logs which files and rows reading passed over, and how many sentences it cut.
-
     Args:
         language: the option.
+        account: takes what of folders was left out.
     """
+    left_out = [f"{short_name(source.name)}: {source.left_out}" for source in sources if source.left_out]
+    if left_out:
+        account.say("; ".join(left_out))
     names = " ".join(", ".join(source.name for source in sources).split())  # a file's name may have a line end
     name = shortened(names, MOST_NAMES)
     store = TextStore(prepare_text(sources, language or "en", cache_folder()))
     reading = dict(store.reading)
     if linked := sum(source.linked for source in sources):
         reading["files behind links out of their folder"] = linked
-    counts = [f"{what}: {count:,}" for what, count in reading.items()]
-    logger.info(f"{name}: {'; '.join(counts)}")
     return ReadText(name, store, reading)
 
 
@@ -352,12 +370,11 @@ def fit_tokenizer(run: TextConfig, existing: PreTrainedTokenizerBase | None, sam
 
 
 def _trained_on(sample, run):
-    """The `FittedTokenizer` that is trained on a sample; logs what it is."""
+    """The `FittedTokenizer` that is trained on a sample."""
 
     def make_record():
         words = count_words(sample)
         contents = contents_of(words)
-        logger.info(f"training a tokenizer of at most {run.vocab_size:,} pieces")
         rules = choose_rules(
             contents,
             run.lowercase,
@@ -378,9 +395,6 @@ def _trained_on(sample, run):
     options = {name: getattr(run, name) for name in TOKENIZER_TRAINING_OPTIONS}
     record = _cached_record(sample, options, make_record, _read_trained_record)
     tokenizer = wordpiece.make_tokenizer(record["pieces"], Rules(**record["rules"]))
-    settings = ", ".join(f"{name} {value}" for name, value in record["rules"].items())
-    with_digits = facts_of(tokenizer)["entries_with_digits"]
-    logger.info(f"tokenizer: {settings}; {len(tokenizer):,} entries, {with_digits:,} of them with digits")
     return FittedTokenizer(tokenizer, coverage=record["account"], contents=record["contents"])
 
 

@@ -1,7 +1,8 @@
 """`PreparedText`; prepared folders, which keep one for many runs: writes, reads and checks them, joins several.
 
-`d2l-bert prepare` writes a prepared folder: `prepared.json` (the record), the tokenizer's files, and two token stores
-(`token_store.py`): `train/` and `held_out/`. Runs write nothing into the folder, so that the folder may be read-only.
+`d2l-bert prepare` writes a prepared folder: `prepared.json` (the record), the tokenizer's files, what was said of the
+text (`account.py`), and two token stores (`token_store.py`): `train/` and `held_out/`. Runs write nothing into the
+folder, so that the folder may be read-only.
 A prepared folder that makes one corpus with others is called a part.
 """
 
@@ -25,6 +26,7 @@ from d2l_bert.folders import content_hash, short_hash
 from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, shortened
 from d2l_bert.records import check_type, inside, read_record
 from d2l_bert.tokenization import wordpiece
+from d2l_bert.tokenization.account import write_account
 from d2l_bert.tokenization.cache import cache_folder, cached
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
 from d2l_bert.tokenization.coverage import Coverage, check_count, check_coverage
@@ -151,6 +153,7 @@ class PreparedText:
         validation: of a validation text `corpus_name`, the names of its sources; `corpus_fingerprint`, a hash of its
             tokens; `texts`, the number of documents in it; `texts_in_training`, how many of these are also in the
             training text. None without a validation text.
+        account: all lines that were said of the text (`Account`). They hold some of it, and enter no record.
     """
 
     token_options: dict
@@ -165,21 +168,21 @@ class PreparedText:
     train: TokenizedCorpus
     held_out: TokenizedCorpus
     validation: dict | None = None
+    account: Sequence[str] = ()
 
     def held_out_name(self) -> str:
         """The name of the text to evaluate on."""
         return f"{self.corpus_name}, held out" if self.validation is None else self.validation["corpus_name"]
 
     def summary(self) -> str:
-        """One line with the numbers of documents and tokens, and the size of the vocabulary."""
+        """One short line with the numbers of documents and tokens, and of pieces a word."""
         report = self.counts()["tokenizer"]
-        unit = " (as the tokenizer splits them)" if report["word_unit"] == "tokenizer" else ""
-        held_out = "held out" if self.validation is None else f"of {self.held_out_name()} to evaluate on"
+        unit = " (as it splits words)" if report["word_unit"] == "tokenizer" else ""
+        held_out = "held out" if self.validation is None else "to evaluate on"
         return (
-            f"{self.corpus_name}: {counted(len(self.train), 'document')}, {len(self.train.ids):,} tokens to train on; "
+            f"{counted(len(self.train), 'document')}, {len(self.train.ids):,} tokens to train on; "
             f"{counted(len(self.held_out), 'document')}, {len(self.held_out.ids):,} tokens {held_out}; "
-            f"vocabulary {len(self.tokenizer):,}: there {report['pieces_per_word']:.2f} pieces a word{unit}, "
-            f"{report['unknown_share']:.2%} of the characters in [UNK]"
+            f"{report['pieces_per_word']:.2f} pieces a word{unit}"
         )
 
     def fingerprint(self) -> str:
@@ -225,6 +228,7 @@ def write_prepared_folder(text: PreparedText, folder: Path) -> None:
         folder: an empty folder.
     """
     wordpiece.save_tokenizer(text.tokenizer, folder)
+    write_account(folder, text.account)
     for name in STORES:
         (folder / name).mkdir()
         for file in STORE_FILES:  # `shutil.copytree` would hide why a write fails

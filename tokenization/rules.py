@@ -14,6 +14,15 @@ import regex
 from tokenizers import Regex, normalizers, pre_tokenizers
 
 from d2l_bert.messages import UserError
+from d2l_bert.tokenization.odd_words import (
+    count_capital_sigmas,
+    count_compatible,
+    count_entities,
+    count_mojibake,
+    count_spelled_twice,
+    count_types_of_case,
+    count_zawgyi,
+)
 
 
 # WordPiece reads a word of more characters as `[UNK]` (`max_input_chars_per_word` in BERT's code).
@@ -199,6 +208,12 @@ class Contents(TypedDict):
     mixed_forms: float
     mixed_case: float
     dotless: float
+    compatible_forms: float
+    mojibake: float
+    entities: float
+    zawgyi: float
+    capital_sigmas: float
+    types_of_case: float
     script: str
 
 
@@ -216,9 +231,13 @@ def contents_of(words: Counter) -> Contents:
         `joiners`: of the words, those with one of `JOINERS` between letters; or, if more, of the word types, those
             that differ in them alone.
         `long_words`: of the characters, those in words over `LONGEST_WORD` characters, as BERT's rules split words.
-        `mixed_forms`: of the words, those in the rarer of the normal forms NFC and NFD, if the two differ.
+        `mixed_forms`: of the words, those in the rarer of the normal forms NFC and NFD, if the two differ; or, if
+            more, those whose commoner spelling NFC makes equal.
         `mixed_case`: of the runs of letters and digits, those with a capital letter behind the first and a small one.
         `dotless`: of the letters, the Turkish ones ı and İ.
+        `compatible_forms`, `mojibake`, `entities`, `zawgyi`, `capital_sigmas`: of the words, those that the functions
+            of `odd_words` count.
+        `types_of_case`: of the word types, those that differ from another in case alone.
         And:
         `has_hangul`: whether it holds a Hangul syllable, which decomposing takes apart.
         `word_unit`: what to count as words (`WordUnit`): the tokenizer's if more than `MOST_SPACELESS` of the
@@ -244,9 +263,15 @@ def contents_of(words: Counter) -> Contents:
         "joiners": _share_of_joiners(beyond_ascii, words, all_words),
         "long_words": long_words,
         "word_unit": "white space" if spaceless + long_words <= MOST_SPACELESS else "tokenizer",
-        "mixed_forms": _count_rarer_form(beyond_ascii) / all_words,
+        "mixed_forms": max(_count_rarer_form(beyond_ascii), count_spelled_twice(words)) / all_words,
         "mixed_case": _share_of_mixed_case(words),
         "dotless": (characters.get("ı", 0) + characters.get("İ", 0)) / letters,
+        "compatible_forms": count_compatible(beyond_ascii) / all_words,
+        "mojibake": count_mojibake(beyond_ascii) / all_words,
+        "entities": count_entities(words) / all_words,
+        "zawgyi": (count_zawgyi(beyond_ascii) if scripts["Myanmar"] else 0) / all_words,
+        "capital_sigmas": count_capital_sigmas(beyond_ascii) / all_words,
+        "types_of_case": count_types_of_case(words) / max(len(words), 1),
         "script": scripts.most_common(1)[0][0] if scripts else "",
     }
 

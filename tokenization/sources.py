@@ -14,6 +14,8 @@ from d2l_bert.tokenization.config import SourceConfig, dataset_and_config
 from d2l_bert.tokenization.documents import Document, row_documents, text_documents
 from d2l_bert.tokenization.files import PREPARED_FILE, decoded, text_files
 from d2l_bert.tokenization.python_docs import PYTHON_DOCS, python_docs, required_distributions
+from d2l_bert.tokenization.seen_lines import SeenLines
+from d2l_bert.tokenization.text_formats import ARTICLE_BEGINS, LINES_OF_FORMAT, articles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,16 +84,20 @@ class Source:
         documents: an iterator, so the documents can be read only once.
         counts: increased while the documents are read: "rows without text" of tables and datasets, "files without
             text", and how the others were read (`TextLayout.description`).
+        seen: keeps some lines of the files or rows while they are read.
         is_on_hub: whether the source is a dataset on the Hub.
         linked: how many files of a folder lie outside of it, behind links.
+        left_out: what of a folder is not read, in words.
     """
 
     name: str
     identity: list
     documents: Iterator[Document]
     counts: Counter
+    seen: SeenLines
     is_on_hub: bool = False
     linked: int = 0
+    left_out: str = ""
 
 
 def open_sources(what: WhatToRead, how: HowToRead) -> list[Source]:
@@ -142,27 +148,40 @@ def file_source(path: str | Path, how: HowToRead = HowToRead()) -> Source:
         versions = {package.metadata["Name"]: package.version for package in required_distributions("d2l-bert")}
         identity = [PYTHON_DOCS, platform.python_version(), versions, how.max_documents]
         documents = itertools.islice(python_docs(how.processes), how.max_documents)
-        return Source(PYTHON_DOCS, identity, documents, Counter())
+        return Source(PYTHON_DOCS, identity, documents, Counter(), SeenLines())
     with explained(f"{shortened(str(path), 200)}: cannot be read", "allow reading it, or leave it out", OSError):
-        files, linked = text_files(path)
-    contents = [[file.name, content_hash(file)] for file in files]
+        found = text_files(path)
+    contents = [[file.name, content_hash(file)] for file in found.files]
     identity = [contents, how.text_column, how.max_documents, how.documents, how.separator]
     counts = Counter()
-    documents = itertools.islice(_documents_of_files(files, how, counts), how.max_documents)
-    return Source(base_name(path), identity, documents, counts, linked=linked)
+    seen = SeenLines()
+    documents = itertools.islice(_documents_of_files(found.files, how, counts, seen), how.max_documents)
+    return Source(base_name(path), identity, documents, counts, seen, linked=found.outside, left_out=found.said)
 
 
-def _documents_of_files(files, how, counts):
+def _documents_of_files(files, how, counts, seen):
     """The documents of all files, one file after the other. Files without text are counted."""
     for file in files:
         if tables.file_kind(file) in tables.TABLE_KINDS:
             rows = tables.text_rows(file, how.text_column, how.separator)
-            documents = row_documents((text for text, _ in rows), counts, how.documents)
+            documents = row_documents((text for text, _ in rows), counts, seen, how.documents)
         else:
-            documents = text_documents(decoded(file, in_pieces=True), counts, how.documents)
+            documents = _documents_of_text_file(file, how, counts, seen)
         first = list(itertools.islice(documents, 1))
         counts["files without text"] += not first
         yield from itertools.chain(first, documents)
+
+
+def _documents_of_text_file(file, how, counts, seen):
+    """The documents of a text file, without what its format adds to the text."""
+    lines = decoded(file, in_pieces=True)
+    if text_of := LINES_OF_FORMAT.get(tables.suffix_unpacked(file)):
+        return text_documents(text_of(lines, file), counts, seen, how.documents)
+    first = list(itertools.islice(lines, 1))
+    lines = itertools.chain(first, lines)
+    if first and first[0].startswith(ARTICLE_BEGINS):
+        return row_documents(articles(lines), counts, seen, how.documents)
+    return text_documents(lines, counts, seen, how.documents)
 
 
 def dataset_source(dataset: str, what: WhatToRead = WhatToRead(), how: HowToRead = HowToRead()) -> Source:
@@ -197,5 +216,6 @@ def dataset_source(dataset: str, what: WhatToRead = WhatToRead(), how: HowToRead
     errors = hub_datasets.dataset_errors(name, "repair it, or leave it out")
     texts = (text for text, _ in tables.texts_in(with_places, how.text_column, errors))
     counts = Counter()
-    documents = itertools.islice(row_documents(texts, counts, how.documents), how.max_documents)
-    return Source(shown, identity, documents, counts, is_on_hub)
+    seen = SeenLines()
+    documents = itertools.islice(row_documents(texts, counts, seen, how.documents), how.max_documents)
+    return Source(shown, identity, documents, counts, seen, is_on_hub)

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet
 
-from d2l_bert.messages import READ_ERRORS, UserError, explained, shortened
+from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, shortened
 
 
 logger = logging.getLogger(__name__)
@@ -46,8 +46,9 @@ UNREAD = {
     b"PAR1": "a Parquet file with another suffix than .parquet",
 }
 
-# Where editors end a line. Other separators, as U+2028, are white space.
-LINE_END = re.compile(r"\r\n?|\n")
+# Where editors end a line, and the end that a program has made of \r\n that wrote \n as \r\n once more. Other
+# separators, as U+2028, are white space.
+LINE_END = re.compile(r"\r\r?\n|\r|\n")
 
 # The longer marks first: that of UTF-32 begins with that of UTF-16.
 BYTE_ORDER_MARKS = {
@@ -117,13 +118,19 @@ def open_unpacked(file: Path) -> pa.NativeFile:
     for magic, what in UNREAD.items():
         if beginning.startswith(magic):
             raise UserError(f"{file}: {what}, which is not read as text; give the text that is in it, in UTF-8")
-    compression = None
-    for suffix, (codec, magic) in PACKED_SUFFIXES.items():
-        if file.suffix.lower() == suffix or beginning.startswith(magic):
-            compression = codec
-            break
+    compression = next((codec for codec, magic in PACKED_SUFFIXES.values() if beginning.startswith(magic)), None)
+    suffix = file.suffix.lower()
+    if suffix in PACKED_SUFFIXES and compression is None and beginning:
+        raise OSError(f"its name says that it is packed, and it is not: take {suffix} off its name")
     # As bytes: PyArrow encodes a string as UTF-8, which not every name is.
     return pa.input_stream(pa.OSFile(os.fsencode(file)), compression=compression)
+
+
+def way_out_of(file: Path) -> str:
+    """What to do about a file that cannot be read."""
+    if file.suffix.lower() == ".zst":
+        return "unpack it with `zstd -d --long=31` if it was packed with --long; else repair it, or leave it out"
+    return "repair it, or leave it out"
 
 
 def refuse_pipe(path: str | Path, what: str, way_out: str) -> None:
@@ -167,11 +174,18 @@ def lines_of(
     with io.TextIOWrapper(opened, encoding, newline="") as text:
         try:
             before = ""  # the end of the last piece, which begins with the last word
+            is_ascii = True  # all lines before
+            ended_with_cr = False  # the line before
             for line in iter(functools.partial(text.readline, longest), ""):
+                if ended_with_cr and line == "\r\n":  # the rest of one end, \r\r\n
+                    ended_with_cr = False
+                    continue
+                ended_with_cr = line[-1] == "\r"
                 if "\0" in line:
                     raise ValueError(
                         f"line {number + 1:,}: holds NUL, as binary files do; leave it out, or write UTF-8"
                     )
+                is_ascii = is_ascii and line.isascii()
                 if len(line) < longest or line[-1] in "\r\n":
                     number += 1
                     yield before + line
@@ -188,16 +202,29 @@ def lines_of(
         except UnicodeDecodeError as error:  # its bytes follow the lines that are read
             read_before = str(error.object[: error.start], error.encoding)
             number += 1 + len(LINE_END.findall(read_before))
-            is_damaged = error.encoding != "utf-8" or bytes(1) in error.object
-            way_out = (
-                "it is damaged, or binary: repair it"
-                if is_damaged
-                else "convert it from the encoding that it has, as with `iconv -f CP1252 -t UTF-8`"
-            )
             raise ValueError(
-                f"line {number:,}: not {error.encoding.upper()} text (byte {error.object[error.start]:#x}); {way_out}"
-                f", or leave it out"
+                f"line {number:,}: not {error.encoding.upper()} text (byte {error.object[error.start]:#x}); "
+                f"{_way_out_of_bytes(error, is_ascii)}, or leave it out"
             ) from None
+
+
+def _way_out_of_bytes(error, is_ascii):
+    """
+    What to do about bytes that are not in the encoding of their file.
+
+    Args:
+        error: the `UnicodeDecodeError`, with the bytes about it.
+        is_ascii: whether all lines before have characters of one byte only.
+    """
+    if error.encoding != "utf-8" or bytes(1) in error.object:
+        return "it is damaged, or binary: repair it"
+    around = error.object.decode("utf-8", "replace")
+    damaged = around.count("\ufffd")
+    of_several_bytes = sum(not character.isascii() for character in around) - damaged
+    is_cut_off = error.reason == "unexpected end of data"
+    if is_cut_off or not is_ascii or of_several_bytes > damaged:
+        return "the file is UTF-8 but for such bytes: repair the line, or drop them with `iconv -c -f UTF-8 -t UTF-8`"
+    return "convert it from the encoding that it has, as with `iconv -f CP1252 -t UTF-8`"
 
 
 def file_kind(file: Path) -> str:
@@ -213,7 +240,7 @@ def file_kind(file: Path) -> str:
     if kind := TABLE_SUFFIXES.get(suffix_unpacked(file)):
         return kind
     with (
-        explained(f"{file}: cannot be read", "repair the file, or leave it out", OSError),
+        explained(f"{file}: cannot be read", way_out_of(file), OSError),
         open_unpacked(file) as opened,
     ):
         beginning = opened.read(BEGINNING)
@@ -338,9 +365,7 @@ def table_rows(
             which line and what to do.
     """
     kind = file_kind(file)
-    with explained(
-        "cannot be read", "repair the file, or leave it out", OSError, UnicodeDecodeError, pa.ArrowException
-    ):
+    with explained("cannot be read", way_out_of(file), OSError, UnicodeDecodeError, pa.ArrowException):
         if kind == "jsonl":
             yield from few_columns(_json_rows(file))
         elif kind != "parquet":
@@ -357,6 +382,7 @@ def _parquet_rows(file, columns):
     with pa.parquet.ParquetFile(pa.OSFile(os.fsencode(file)), pre_buffer=False, buffer_size=1 << 20) as table:
         _check_columns(table.schema_arrow.names, columns)
         for batch in table.iter_batches(_rows_at_once(table.metadata, columns), columns=columns):
+            batch = _bytes_as_text(batch)
             is_large = batch.nbytes > LONGEST_CELL
             single_rows = (batch.slice(row, 1) for row in range(len(batch)))
             for part in single_rows if is_large else [batch]:
@@ -365,6 +391,15 @@ def _parquet_rows(file, columns):
                 for row in values_of(part, number + 1, file, told):
                     number += 1
                     yield f"row {number:,}", row
+
+
+def _bytes_as_text(batch):
+    """A batch whose columns of bytes are text, as far as they are UTF-8: some databases write text so."""
+    for place, field in enumerate(batch.schema):
+        if pa.types.is_binary(field.type) or pa.types.is_large_binary(field.type):
+            with contextlib.suppress(pa.ArrowInvalid):  # no UTF-8, as of an image
+                batch = batch.set_column(place, field.name, batch.column(place).cast(pa.large_string()))
+    return batch
 
 
 def values_of(rows: pa.RecordBatch | pa.Table, first: int, source: object, told: set[str]) -> list[dict]:
@@ -640,6 +675,7 @@ def _cell_rows(file, columns, separator, is_tsv):
         return
     names = header[1]
     _check_columns(names, columns)
+    quoted = 0
     for number, cells in rows:
         # Excel writes rows of empty cells behind the last one. Of one column an empty cell in quotes is a row.
         is_of_one_column = len(names) == 1 and len(cells) == 1
@@ -650,7 +686,14 @@ def _cell_rows(file, columns, separator, is_tsv):
                 f"line {number:,}: not the {len(names):,} cells of the header, but {len(cells):,}, if {between!r} "
                 f"separates them; repair the line, or name another --separator"
             )
+        if is_tsv:
+            quoted += sum(len(cell) > 2 and cell[0] == cell[-1] == '"' for cell in cells)
         yield f"line {number:,}", dict(zip(names, cells, strict=True))
+    if quoted:
+        logger.warning(
+            f"{file}: {counted(quoted, 'cell')} in quotes, which are read as text, as TSV has none; if the program "
+            f"that wrote the file has added them, as pandas does, name it .csv"
+        )
 
 
 def _numbered_cells(file, between, is_tsv):
@@ -663,11 +706,20 @@ def _numbered_cells(file, between, is_tsv):
     csv.field_size_limit(LONGEST_CELL)
     number = 1  # the line at which a row begins
     characters = 0  # of this row up to here
+    quotes = 0
+    space_before_quote = re.compile(f'{re.escape(between)} +"')
 
     def lines():
         """The lines that `csv` reads: a cell in quotes may have several."""
-        nonlocal characters
+        nonlocal characters, quotes
         for line in lines_of(file):
+            for found in () if is_tsv else space_before_quote.finditer(line):
+                if (quotes + line.count('"', 0, found.start())) % 2 == 0:  # not within quotes
+                    raise ValueError(
+                        f"line {number:,}: a space stands before the quotes of a cell, which would be part of it; "
+                        f"take such spaces out"
+                    )
+            quotes += line.count('"')
             characters += len(line)
             if characters > LONGEST_LINE:
                 raise csv.Error(f"it has more than {LONGEST_LINE:,} characters")
@@ -682,6 +734,7 @@ def _numbered_cells(file, between, is_tsv):
                 yield number, cells
             number = reader.line_num + 1
             characters = 0
+            quotes = 0
     except csv.Error as error:
         raise ValueError(
             f"line {number:,}: a row begins here with a cell whose quotes do not match ({error}); close them, and "

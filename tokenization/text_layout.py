@@ -14,6 +14,9 @@ from d2l_bert.tokenization.rules import DELETED
 # Where documents end. Within a table, `file` stands for a row.
 Documents = Literal["file", "blank_line", "line"]
 
+# What the counts of a text call the characters `DELETED`.
+DROPPED = "control characters (page breaks, vertical tabs), dropped"
+
 # A file with fewer lines is one document: so few lines, as those of a poem, say too little about the others.
 FEWEST_LINES = 20
 
@@ -109,11 +112,11 @@ def find_layout(lines: Sequence[str], documents: Literal["auto"] | Documents = "
     lines = [line.strip() for line in lines]
     texts = [line for line in lines if line]
     block_count = sum(has_text for has_text, _ in itertools.groupby(lines, key=bool))
-    ends_with_stop = [_ends_with_stop(line) for line in texts]
+    end_with_stop = [ends_with_stop(line) for line in texts]
     has_stop_inside = [_has_stop_inside(line) for line in texts]
-    share_ending = sum(ends_with_stop) / max(len(texts), 1)
+    share_ending = sum(end_with_stop) / max(len(texts), 1)
     count_inside = sum(has_stop_inside)
-    count_anywhere = sum(at_end or inside for at_end, inside in zip(ends_with_stop, has_stop_inside, strict=True))
+    count_anywhere = sum(at_end or inside for at_end, inside in zip(end_with_stop, has_stop_inside, strict=True))
     holds_prose = count_anywhere >= LEAST_IN_PROSE * len(texts)
     wrapped = share_ending <= NEARLY_ALL_END and holds_prose and _are_wrapped(lines)
     if documents == "auto":
@@ -134,7 +137,7 @@ def find_layout(lines: Sequence[str], documents: Literal["auto"] | Documents = "
     return TextLayout(documents, "sentences" if are_sentences else "paragraphs")
 
 
-def _ends_with_stop(line):
+def ends_with_stop(line: str) -> bool:
     """Whether a line ends with a full stop."""
     return line.rstrip(_CLOSING)[-1:] in _STOPS
 
@@ -161,7 +164,7 @@ def _are_wrapped(lines):
     unfinished = 0
     going_on = []  # the lines, each with the first word of the next
     for line, following in itertools.pairwise(lines):
-        if not line or not following or _ends_with_stop(line):
+        if not line or not following or ends_with_stop(line):
             continue
         unfinished += 1
         if _SPACE.search(line) and following[0].isalpha() and not following[0].isupper():
@@ -203,7 +206,9 @@ def _columns(text):
     return len(text) + sum(unicodedata.east_asian_width(character) in "WF" for character in text)
 
 
-def split_documents(lines: Iterable[str], layout: TextLayout, longest: int) -> Iterator[Iterator[str]]:
+def split_documents(
+    lines: Iterable[str], layout: TextLayout, longest: int, counts: Counter
+) -> Iterator[Iterator[str]]:
     """
     The paragraphs of each document, with single spaces as white space; documents without text are left out.
 
@@ -212,8 +217,9 @@ def split_documents(lines: Iterable[str], layout: TextLayout, longest: int) -> I
     Args:
         lines: the lines of the text.
         longest: characters. A longer paragraph of several lines is cut between lines, to bound the memory.
+        counts: increased by the number of control characters that are dropped.
     """
-    lines = (_with_single_spaces(line, longest) for line in lines)
+    lines = (_with_single_spaces(line, longest, counts) for line in lines)
     if layout.documents == "line":
         yield from ([line] for line in lines if line)
         return
@@ -229,9 +235,11 @@ def split_documents(lines: Iterable[str], layout: TextLayout, longest: int) -> I
             yield itertools.chain([first], paragraphs)
 
 
-def _with_single_spaces(line, longest):
-    """A line with single spaces as white space, and none at its ends; `longest` as in `split_documents`."""
-    line = DELETED.sub("", line)  # the split at white space would keep apart what BERT joins
+def _with_single_spaces(line, longest, counts):
+    """A line with single spaces as white space, and none at its ends; the others as in `split_documents`."""
+    line, dropped = DELETED.subn("", line)  # the split at white space would keep apart what BERT joins
+    if dropped:
+        counts[DROPPED] += dropped
     if len(line) < longest:
         return " ".join(line.split())
     return _SPACES.sub(" ", line).strip()  # its words would take twelve times the memory of the line

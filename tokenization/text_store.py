@@ -19,13 +19,14 @@ import pyarrow as pa
 from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, shortened, with_progress
 from d2l_bert.records import read_record
 from d2l_bert.tokenization.cache import cached
+from d2l_bert.tokenization.seen_lines import describe_lines
 from d2l_bert.tokenization.sentences import FEWEST_DOCUMENTS, split_sentences
 from d2l_bert.tokenization.sources import Source, all_documents
 
 
 # Raise TEXT_FORMAT by 1 when the same sources with the same options would give other sentences, blocks or hashes: text
 # stores that older versions cached are then written again. `tests/test_formats.py` fails until it is raised.
-TEXT_FORMAT = 9
+TEXT_FORMAT = 10
 
 # A tokenizer is trained on an even sample of the text with at most this many characters, which bounds memory and time.
 # 50 million characters (some 9 million words) settle the order of the 30,000 most frequent pieces.
@@ -43,10 +44,11 @@ COUNTS_FILE = "counts.json"
 
 
 class TextCounts(TypedDict):
-    """The content of counts.json: what was read and how, and the number of sources."""
+    """The content of counts.json: what was read and how, the number of sources, and what their lines show."""
 
     reading: dict[str, int]
     sources: int
+    lines: list[str]
 
 
 def prepare_text(sources: Sequence[Source], language: str, folder: Path) -> Path:
@@ -66,13 +68,14 @@ def prepare_text(sources: Sequence[Source], language: str, folder: Path) -> Path
     def write(partial):
         counts = Counter()
         names = shortened(", ".join(source.name for source in sources), 200)
-        documents = with_progress(all_documents(sources), f"reading {names}")
+        documents = with_progress(all_documents(sources), f"reading {names}", says_end=False)
         with pa.ipc.new_file(str(partial / "data.arrow"), _SCHEMA) as writer:
             for batch in _batches(split_sentences(documents, language, counts)):
                 writer.write_batch(batch)
         for source in sources:
             counts.update(source.counts)
-        (partial / COUNTS_FILE).write_text(json.dumps({"reading": +counts, "sources": len(sources)}))
+        lines = describe_lines([source.seen for source in sources])
+        (partial / COUNTS_FILE).write_text(json.dumps({"reading": +counts, "sources": len(sources), "lines": lines}))
 
     return cached(folder, "text", [TEXT_FORMAT, [source.identity for source in sources], language], write, _check_text)
 
@@ -179,6 +182,7 @@ class TextStore(Blocks):
         reading: how much was read and how, by what it is: documents, paragraphs, sentences and characters, and the
             files, rows and sentences that were left out or cut.
         source_count: the number of sources.
+        lines: what recurs in the lines of the files (`describe_lines`).
         of_blocks: the numbers of `_NUMBERS`, by their names, as they were read (blocks,).
         document_of_block: the number of each block's document (blocks,).
         sources, characters, hashes: of each document the number of its source, its characters, and a hash, the same
@@ -191,6 +195,7 @@ class TextStore(Blocks):
         counts = read_record(folder / COUNTS_FILE, TextCounts)
         self.reading = counts["reading"]
         self.source_count = counts["sources"]
+        self.lines = counts["lines"]
         self.of_blocks = {name: self.table[name].to_numpy() for name in _NUMBERS}
         # The first block of each document that was read.
         self._firsts_as_read = np.flatnonzero(np.diff(self.of_blocks["document"], prepend=-1))
@@ -208,6 +213,17 @@ class TextStore(Blocks):
     def __len__(self):
         """The number of documents."""
         return len(self.hashes)
+
+    def count_as_read(self) -> int:
+        """The number of documents that were read, also where each block counts as one."""
+        return len(self._firsts_as_read)
+
+    def ends_as_read(self, document: int) -> tuple[str, str]:
+        """The first and the last sentence of the document with this number, as documents were read."""
+        blocks = np.flatnonzero(self.of_blocks["document"] == document)
+        (first_block,) = self.read(blocks[:1])
+        (last_block,) = self.read(blocks[-1:])
+        return first_block["sentences"][0][0].as_py(), last_block["sentences"][0][-1].as_py()
 
     def part(self, is_chosen: np.ndarray | None = None) -> "TextPart":
         """The documents whose entry is true (documents,), or all."""
@@ -324,6 +340,6 @@ def held_out_documents(hashes: np.ndarray, characters: np.ndarray, fraction: flo
     # A stable sort: those that are not too large come first, in the order of their hashes; then the others by size.
     size_if_too_large = np.where(sizes > wanted, sizes, 0)
     order = np.argsort(size_if_too_large, kind="stable")
-    enough = int(np.searchsorted(np.cumsum(sizes[order]), wanted)) + 1  # so many have the characters that are wanted
+    enough = int(np.searchsorted(np.cumsum(sizes[order]), wanted)) + 1  # the number of documents that suffice
     count = min(max(enough, 2), len(different) - 2)
     return np.isin(place, order[:count])

@@ -111,7 +111,9 @@ def write_store(
 
         for name in TABLES:
             append(name, [0])
-        for section in with_progress(sections, label, documents, lambda section: len(section.document_ends)):
+        for section in with_progress(
+            sections, label, documents, lambda section: len(section.document_ends), says_end=False
+        ):
             words_before = word_count + np.append(0, np.cumsum(section.word_counts))  # each sentence, and the end
             document_ends = sentence_count + section.document_ends
             has_tokens = np.diff(document_ends, prepend=last_document_end) > 0

@@ -49,7 +49,7 @@ CHEAP_ALPHABET = 1 / 4  # taken in any case, however rare its characters are
 LARGE_ALPHABET = 1 / 2  # taken where fewer characters would leave more than `FEW_UNKNOWN`
 LARGEST_ALPHABET = 3 / 4  # taken where fewer characters would leave more than `MANY_UNKNOWN`
 
-# These are shares of the text, which an alphabet leaves in [UNK]: in words with a character outside of the alphabet.
+# Shares of the text that stand in [UNK], as their words have a character outside of the alphabet.
 FEW_UNKNOWN = 0.001
 MANY_UNKNOWN = 0.008  # held-out text, which has characters of its own, then stays below 1 %
 MOST_UNKNOWN = 0.05  # still accepted where even the largest alphabet leaves more than `MANY_UNKNOWN`

@@ -42,8 +42,7 @@ from d2l_bert.training.initialize import interleave, rotated
 
 logger = logging.getLogger(__name__)
 
-# One of so many blocks of tokens is not counted, but measured on. Of a text with fewer than so many blocks of this
-# size, the blocks are smaller.
+# Every 20th block of tokens is not counted, but measured on. In a text of fewer than 20 such blocks they are smaller.
 LEFT_OUT = 20
 BLOCK_TOKENS = 2**14
 
@@ -87,8 +86,8 @@ def start_from_bigrams(model, run: PretrainConfig, text: PreparedText) -> None:
     head_size = config.hidden_size // config.num_attention_heads
     if config.num_attention_heads < 2 or head_size < 2:
         logger.warning(
-            f"attention_init bigrams: left out, as each neighbour needs a head of at least 2 columns, and the model "
-            f"has {config.num_attention_heads} of {head_size}"
+            f"attention_init bigrams: left out, as it needs 2 heads of 2 columns, and the model has "
+            f"{config.num_attention_heads} of {head_size}"
         )
         return
     begun = time.monotonic()
@@ -110,9 +109,8 @@ def start_from_bigrams(model, run: PretrainConfig, text: PreparedText) -> None:
             return
     seconds = time.monotonic() - begun
     logger.info(
-        f"attention_init bigrams: {bigrams.as_first.sum():,} bigrams in {seconds:.0f} s; on text that was left out, "
-        f"an MLM loss of {found.loss:.3f} at strength {found.strength:g}, {found.loss_of_frequencies:.3f} by "
-        f"frequencies"
+        f"attention_init bigrams: {bigrams.as_first.sum():,} in {seconds:.0f} s; MLM loss {found.loss:.3f} on text "
+        f"that was left out, by frequencies {found.loss_of_frequencies:.3f}"
     )
 
 

@@ -203,7 +203,9 @@ class PretrainConfig(TextConfig):
         within="[1, 16777216]",
     )
     mixed_precision: Literal["no", "bf16", "fp16"] | None = option(
-        None, "precision of matrix products; the default is bf16 if the CPU or GPU has bf16", MACHINE
+        None,
+        "precision of matrix products; the default is bf16 if the CPU or GPU has bf16, else fp16 on an NVIDIA GPU",
+        MACHINE,
     )
     torch_compile: bool | None = option(
         None,
@@ -217,7 +219,7 @@ class PretrainConfig(TextConfig):
     attn_implementation: Literal["eager", "sdpa", "flex_attention", "varlen"] | None = option(
         None,
         "implementation of attention; the default is eager or sdpa, the faster one on this device; varlen computes no "
-        "padding (NVIDIA GPUs in half precision, no dropout of attention)",
+        "padding (NVIDIA GPUs from Ampere on, in half precision, no dropout of attention)",
         MACHINE,
         identity=False,
     )
@@ -346,8 +348,6 @@ class PretrainConfig(TextConfig):
             yield f"source_weights are numbers such as 2 or 0.5, got {' '.join(self.source_weights)}"
         elif self.source_weights and not any(float(weight) for weight in self.source_weights):
             yield "source_weights are all 0; give one source at least some weight"
-        if self.optim == "muon" and self.mixed_precision == "fp16":  # Accelerate's scaler supports one optimizer
-            yield "optim muon cannot be used with mixed_precision fp16; give bf16, or adamw"
         if self.init_from is not None and self.attention_init != "normal":
             yield (
                 f"attention_init {self.attention_init} is for a fresh model, and init_from gives a trained one; leave "

@@ -30,7 +30,7 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
     The `Accelerator` of a run, for the launched processes and this machine's devices.
 
     Args:
-        mixed_precision: `no`, `bf16` or `fp16`; None for the launcher's, else bf16 if the hardware has it.
+        mixed_precision: `no`, `bf16` or `fp16`; None for the launcher's, else `default_precision`.
         options: further arguments of `Accelerator`.
 
     Raises:
@@ -40,13 +40,9 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
     state = start_processes()
     on_cpu = state.device.type == "cpu"
     launchers = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if on_cpu:
-        has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    else:
-        has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     # `accelerate launch` also sets `no` if its user has not chosen a precision.
     asked_for = mixed_precision or (launchers if launchers != "no" else None)
-    precision = asked_for or ("bf16" if has_bf16 else "no")
+    precision = asked_for or default_precision(state.device)
     if precision not in MATMUL_DTYPES:
         raise UserError(f"mixed_precision {precision} is not supported; give bf16, fp16 or no")
     if precision == "fp16" and on_cpu:
@@ -82,8 +78,25 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
     return accelerator
 
 
-# The most tokens of the default micro-batch on a GPU; and the bytes that a step in bf16 keeps for each token, block
-# and hidden unit (94 kB for a token in a block of BERT-base), so that the default takes at most half of the memory.
+def default_precision(device: torch.device) -> str:
+    """
+    The fastest `mixed_precision` that a device has: `bf16` if it has that.
+
+    Else it is `fp16` on an NVIDIA GPU with tensor cores (Volta and Turing, compute capability 7), which are eight
+    times as fast as its float32; and `no` on other GPUs and on CPUs.
+    """
+    if device.type == "cpu":
+        return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "no"
+    if device.type != "cuda":
+        return "no"
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bf16"
+    return "fp16" if torch.cuda.get_device_capability(device) >= (7, 0) else "no"
+
+
+# The most tokens of the default micro-batch on a GPU; and the bytes that a step in bf16 or fp16 keeps for each token,
+# block and hidden unit (94 kB for a token in a block of BERT-base), so that the default takes at most half of the
+# memory. In float32 it keeps twice as many.
 GPU_TOKENS = 2**16
 BYTES_A_UNIT = 122
 
@@ -102,20 +115,24 @@ def with_defaults(run: PretrainConfig, architecture: D2lBertConfig, accelerator:
         UserError: the device cannot compute the attention that was asked for.
     """
     device = accelerator.device.type
+    is_float32 = accelerator.mixed_precision == "no"
     has_dropout = architecture.attention_probs_dropout_prob > 0
     if run.attn_implementation == "flex_attention" and device == "cpu":
         raise UserError("attn_implementation flex_attention cannot train on a CPU; give eager or sdpa")
-    can_run_varlen = device == "cuda" and accelerator.mixed_precision != "no" and not has_dropout
-    if run.attn_implementation == "varlen" and not can_run_varlen:
-        raise UserError(
-            "attn_implementation varlen needs an NVIDIA GPU, mixed_precision bf16 or fp16, and no dropout of "
-            "attention; give sdpa, or --attention_probs_dropout_prob 0"
-        )
+    if run.attn_implementation == "varlen":
+        can_run = device == "cuda" and not is_float32 and not has_dropout
+        if not can_run or torch.cuda.get_device_capability(accelerator.device) < (8, 0):
+            raise UserError(
+                "attn_implementation varlen needs an NVIDIA GPU from Ampere on (compute capability 8.0), "
+                "mixed_precision bf16 or fp16, and no dropout of attention; give sdpa, or "
+                "--attention_probs_dropout_prob 0"
+            )
     is_eager_faster = run.max_seq_length <= 256 or has_dropout
     tokens = MICRO_BATCH_TOKENS
     if device == "cuda":
         memory = torch.cuda.get_device_properties(accelerator.device).total_memory
-        bytes_a_token = architecture.num_hidden_layers * architecture.hidden_size * BYTES_A_UNIT
+        bytes_a_unit = 2 * BYTES_A_UNIT if is_float32 else BYTES_A_UNIT
+        bytes_a_token = architecture.num_hidden_layers * architecture.hidden_size * bytes_a_unit
         tokens = min(GPU_TOKENS, 2 ** int(math.log2(memory / 2 / bytes_a_token)))
     defaults = {
         "mixed_precision": accelerator.mixed_precision,

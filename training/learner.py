@@ -58,9 +58,8 @@ class Learner:
 
     Every process must call each method at the same point of the run.
 
-    `model` and `optimizers` are as they were built; `wrapped_model` and `wrapped_optimizers` are what Accelerate made
-    of them for DDP, FSDP2 and fp16, and are what a step calls; `full_model()` is a copy on the CPU, with full tensors,
-    for saving.
+    `model` is as it was built; `wrapped_model` is what Accelerate made of it for DDP and FSDP2, and is what a step
+    calls; `full_model()` is a copy on the CPU, with full tensors, for saving.
 
     Args:
         model: a `D2lBertForPreTraining`, or, with `objective` none, a `D2lBertForMaskedLM`. FSDP2 replaces the model's
@@ -74,7 +73,9 @@ class Learner:
         self.optimizers = make_optimizers(
             model, run.optim, run.learning_rate, run.weight_decay, (run.adam_beta1, run.adam_beta2), run.adam_epsilon
         )
-        self.wrapped_model, *self.wrapped_optimizers = accelerator.prepare(model, *self.optimizers)
+        # FSDP2 gives the optimizers its own parameters. They are called without Accelerate's wrappers: see
+        # `_update_weights`.
+        self.wrapped_model, *_ = accelerator.prepare(model, *self.optimizers)
         self.average = MovingAverage(model, run.ema_decay) if run.ema_decay else None
         self.fresh_scaler = accelerator.scaler.state_dict() if accelerator.scaler else None
         # Captured here, by name: FSDP2 swaps parameter objects between forward and backward.
@@ -141,6 +142,7 @@ class Learner:
             mlm_loss = outputs.get("mlm_loss", outputs.loss)
             pair_loss = outputs.get("nsp_loss", torch.zeros_like(outputs.loss))
             losses += torch.stack([mlm_loss, pair_loss]).detach()
+        # Unscales the gradients of all optimizers first, with fp16's scaler.
         norm = shards.full_tensor(accelerator.clip_grad_norm_(model.parameters(), self.run.max_grad_norm))
         # Reduced over all processes, so that every process skips the same steps.
         mlm_loss, pair_loss = accelerator.reduce(losses, "sum")
@@ -149,28 +151,26 @@ class Learner:
         stats = StepStats(*figures, skipped=0.0)  # as if it was not; see below
         is_loss_finite = math.isfinite(stats.mlm_loss) and math.isfinite(stats.pair_loss)
         is_gradient_finite = math.isfinite(stats.grad_norm)
-        self._update_weights(learning_rate, is_loss_finite, is_gradient_finite)
-        if is_loss_finite and is_gradient_finite:
-            return stats
-        return stats._replace(skipped=1.0)
+        is_finite = is_loss_finite and is_gradient_finite
+        self._update_weights(learning_rate, is_finite)
+        return stats if is_finite else stats._replace(skipped=1.0)
 
-    def _update_weights(self, learning_rate, is_loss_finite, is_gradient_finite):
+    def _update_weights(self, learning_rate, is_finite):
         """
-        Let the optimizers take a step if loss and gradient are finite; then clear the gradients.
+        Let all optimizers take a step if loss and gradient are finite, or else none; then clear the gradients.
 
-            loss        gradient    without a scaler    with fp16's scaler
-            finite      finite      step                step
-            any         infinite    nothing             step: the scaler leaves it out itself, and lowers its scale
-            infinite    finite      nothing             the scaler's update alone: it would take the step
+        The scaler of fp16 has unscaled the gradients of all optimizers before they were clipped. Its own `step`, which
+        Accelerate's optimizers call, would decide for each optimizer alone, and wait for the GPU to do so; and
+        Accelerate would update the scale after each. Here it is updated once: it falls if any gradient is infinite.
         """
-        scaler = self.accelerator.scaler
-        for optimizer in self.wrapped_optimizers:
-            if (is_loss_finite and is_gradient_finite) or (scaler and not is_gradient_finite):
+        if is_finite:
+            for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate
                 optimizer.step()
-            elif scaler:
-                scaler.update()
+        if self.accelerator.scaler:
+            self.accelerator.scaler.update()
+        for optimizer in self.optimizers:
             optimizer.zero_grad()
 
     def reset_optimizers(self) -> None:

@@ -60,16 +60,18 @@ def make_optimizers(
 
 class Muon(torch.optim.Muon):
     """
-    PyTorch's Muon (Jordan et al., 2024), but on a CPU its updates are made orthogonal in float32.
+    PyTorch's Muon (Jordan et al., 2024), but where bf16 may be emulated, its updates are made orthogonal in float32.
 
     PyTorch does that in bf16, which a CPU without bf16 instructions emulates: there a step of the recipe tiny took six
-    times as long. In float32 a step takes a seventh longer than with AdamW (benchmarks/LOG.md). The state is that of
-    PyTorch's Muon, but for momentum that is `NEGLIGIBLE`.
+    times as long. In float32 a step takes a seventh longer than with AdamW (benchmarks/LOG.md). NVIDIA's GPUs before
+    Ampere emulate it, too. The state is that of PyTorch's Muon, but for momentum that is `NEGLIGIBLE`.
     """
 
     @torch.no_grad()
     def step(self, closure=None):
-        if self.param_groups[0]["params"][0].device.type != "cpu":
+        device = self.param_groups[0]["params"][0].device.type
+        is_emulated = device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+        if device != "cpu" and not is_emulated:
             return super().step(closure)
         for group in self.param_groups:
             momentum = group["momentum"]

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import gather_object
 from transformers.utils import logging as transformers_logging
 
 from d2l_bert import folders
@@ -23,6 +22,7 @@ from d2l_bert.model_cards.config import check_license
 from d2l_bert.model_cards.publish import check_push, publish_run
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.pair_tasks import PAIR_TASKS, unit
+from d2l_bert.tokenization.account import write_account
 from d2l_bert.tokenization.prepared_folder import PreparedText, corpus_is_prepared
 from d2l_bert.training import checkpoint, compiling, devices, initialize, processes, run_folder, schedule
 from d2l_bert.training.bigram_start import start_from_bigrams
@@ -114,6 +114,11 @@ def check_options(architecture: D2lBertConfig, run: PretrainConfig) -> list[str]
     word_marks(run.save_words)
     if run.license is not None:
         check_license(run.license)
+    if not isinstance(architecture, D2lBertConfig):
+        raise UserError(
+            f"the architecture is a {type(architecture).__name__}, not a D2lBertConfig; to go on from a stock BERT, "
+            "give d2l_bert.training.initialize.read_architecture(init_from)"
+        )
     if architecture.type_vocab_size < 2 and run.objective != "none":
         raise UserError("type_vocab_size must be at least 2: a pair has two segments")
     positions = architecture.max_position_embeddings
@@ -163,7 +168,7 @@ def train(
         held_out.first_with_target()  # a text without a pair is refused before the first step
         one_segment_figures = held_out.one_segment_accuracy()
         identity = run_folder.make_identity(run, architecture, text)
-    on_main(run_folder.check_same_identity, gather_object([identity]))
+    on_main(run_folder.check_same_identity, processes.gathered([identity]))
     model = build_model(run, architecture, text, accelerator, is_resumed=resumed is not None)
     learner = Learner(accelerator, model, run)
     with compiling.compiled_blocks(learner.model, run.torch_compile):
@@ -183,6 +188,7 @@ def train(
             return
         record = run_folder.make_record(run, architecture, text, accelerator)
         on_main(run_folder.start_folder, folder, record, progress.step)
+        on_main(write_account, folder, text.account)
         marks = word_marks(run.save_words)
         word_saver = WordSaver(learner, folder, record, text.tokenizer, marks, progress)
         on_main(word_saver.delete_outdated)

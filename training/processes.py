@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import datetime
+import functools
 import logging
 import os
 import time
@@ -11,16 +12,11 @@ from collections.abc import Callable, Iterator
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import (
-    broadcast,
-    broadcast_object_list,
-    gather_object,
-    parse_flag_from_env,
-)
+from accelerate.utils import broadcast, parse_flag_from_env
 from huggingface_hub.utils.tqdm import progress_bar_states
 from transformers.utils import logging as transformers_logging
 
-from d2l_bert.messages import UserError
+from d2l_bert.messages import UserError, explained
 
 
 logger = logging.getLogger(__name__)
@@ -33,8 +29,11 @@ UNSUPPORTED_ENGINES = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor or context parallelism",
 }
 
-# The other processes wait while the main process reads and tokenizes the text, which may take an hour.
-PROCESS_TIMEOUT = datetime.timedelta(hours=3)
+# How long a process waits for the others: in a sum over all devices, to which they come at about the same time, as
+# each has computed its share of a step; and where they agree on something (`hosts`), for example while the main
+# process reads and tokenizes the text, which may take an hour.
+STEP_TIMEOUT = datetime.timedelta(minutes=10)
+HOSTS_TIMEOUT = datetime.timedelta(hours=3)
 
 
 def start_processes() -> PartialState:
@@ -51,18 +50,57 @@ def start_processes() -> PartialState:
             raise UserError(f"{name} is not supported; launch with FSDP2, which shards a model over GPUs as well")
     has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not has_gpu  # Accelerate reads the variable only later
-    state = PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)
+    state = PartialState(cpu=on_cpu, timeout=STEP_TIMEOUT)
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched != state.num_processes:
         raise UserError(
             f"{launched} processes were launched, but Accelerate sees {state.num_processes}; set "
             f"ACCELERATE_USE_CPU=true or fix the launcher's configuration"
         )
-    if state.num_processes > 1:
-        # A reference that is never given back, so that Python does not free the process group: the thread that frees
-        # it would hold the GIL while it waits for gloo's threads, and these need the GIL to free their last tensors.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(torch.distributed.group.WORLD))
     return state
+
+
+def hosts() -> "torch.distributed.ProcessGroup":
+    """
+    The group in which the processes agree: over gloo, from CPU to CPU, so that no GPU waits and none is waited for.
+
+    Every process must call this for the first time at the same point of the run.
+
+    Raises:
+        UserError: the processes cannot be connected.
+    """
+    return _hosts_of(torch.distributed.group.WORLD)
+
+
+@functools.cache
+def _hosts_of(world):
+    way_out = "set GLOO_SOCKET_IFNAME to the network interface that joins them, such as eth0"
+    with explained("the processes cannot be connected by gloo", way_out, RuntimeError):
+        group = torch.distributed.new_group(backend="gloo", timeout=HOSTS_TIMEOUT)
+    # References that are never given back, so that Python does not free the process groups: the thread that frees one
+    # would hold the GIL while it waits for gloo's threads, and these need the GIL to free their last tensors.
+    for connected in (world, group):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connected))
+    return group
+
+
+def gathered(items: list) -> list:
+    """The lists of all processes, one behind the other, in every process. They are pickled."""
+    count = PartialState().num_processes
+    if count == 1:
+        return items
+    lists = [None] * count
+    torch.distributed.all_gather_object(lists, items, group=hosts())
+    return [item for of_process in lists for item in of_process]
+
+
+def largest(number: int) -> int:
+    """The largest of the numbers that the processes have, in every process."""
+    if PartialState().num_processes == 1:
+        return number
+    found = torch.tensor(number)
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=hosts())
+    return int(found)
 
 
 @contextlib.contextmanager
@@ -85,10 +123,9 @@ def together() -> Iterator[None]:
         if getattr(raised, "is_agreed", False):
             raise
         error = raised
-    if state.num_processes > 1:
-        failed = gather_object([error is not None])
-        if any(failed) and failed.index(True) != state.process_index:
-            raise SystemExit(2)
+    failed = gathered([error is not None])
+    if any(failed) and failed.index(True) != state.process_index:
+        raise SystemExit(2)
     if error is not None:
         error.is_agreed = True
         raise error
@@ -106,7 +143,11 @@ def on_main(function: Callable, *arguments, share_result: bool = True):
     with together():
         if state.is_main_process:
             result = function(*arguments)
-    return broadcast_object_list([result])[0] if share_result and state.num_processes > 1 else result
+    if share_result and state.num_processes > 1:
+        shared = [result]
+        torch.distributed.broadcast_object_list(shared, src=0, group=hosts())
+        return shared[0]
+    return result
 
 
 def main_first(function: Callable, *arguments):
@@ -128,15 +169,18 @@ def share_weights(model, accelerator: Accelerator) -> None:
 
 
 def shut_down(accelerator: Accelerator) -> None:
-    """End the run: wait for all processes, so that none exits while another still needs it, and end the trackers."""
-    accelerator.wait_for_everyone()
-    if accelerator.num_processes > 1:
-        time.sleep(0.2)  # time for gloo's threads to free their last tensors
+    """
+    End the run: end the trackers, and wait for all processes, so that none exits while another still needs it, or
+    while SLURM would end the others with it.
+    """
     for tracker in accelerator.trackers:
         try:
             tracker.finish()
         except Exception as error:
             logger.warning(f"{tracker.name} did not end ({error!r:.300}); training_log.jsonl has all metrics")
+    if accelerator.num_processes > 1:
+        torch.distributed.barrier(group=hosts())
+        time.sleep(0.2)  # time for gloo's threads to free their last tensors
 
 
 @contextlib.contextmanager

@@ -101,6 +101,7 @@ def find_max_steps(run: PretrainConfig, text: PreparedText, learner: Learner, he
     seconds, _ = time_steps(learner, steps)
     step_seconds = seconds / PROVISIONAL_STEPS
     learner.reset_optimizers()
+    learner.evaluate(itertools.islice(held_out, 1))  # the first batch allocates memory, and compiles
     start = time.monotonic()
     learner.evaluate(held_out)
     evaluation_seconds = time.monotonic() - start
@@ -112,25 +113,35 @@ def time_steps(learner: Learner, steps: TrainingSteps) -> tuple[float, float]:
     The seconds that all steps of a run take on this process, and their words, estimated: some steps of each stage are
     timed, at a learning rate of 0, which changes no weight.
 
+    Batches are made while the step before is computed: a step takes the longer of the two. Both are medians, as a step
+    with a new shape may compile, for tens of times as long as it computes.
+
     Each step ends with a sum over all processes, so that all take as long. The optimizers keep the state of these
     steps (`Learner.reset_optimizers`).
     """
+    makers = max(1, steps.run.dataloader_num_workers)  # processes, or one thread
     total_seconds = 0.0
     total_words = 0.0
     for stage in steps.stages:
         count = stage.end_step - stage.first_step
-        seconds = []
+        made_in = []
+        computed_in = []
         words = []
         # Without a cursor, the pairs are those at the start of the text: they take as long as any.
-        for step in itertools.islice(steps.walk(stage.first_step), min(count, STEPS_TIMED)):
-            if not seconds:  # the first step is taken twice: the first time it allocates memory, and compiles
+        walk = steps.walk(stage.first_step)
+        for _ in range(min(count, STEPS_TIMED)):
+            start = time.monotonic()
+            step = next(walk)
+            made_in.append(time.monotonic() - start)
+            if not words:  # the first step is taken twice: the first time it allocates memory, and compiles
                 learner.update(step.micro_batches, step.counts, learning_rate=0.0)
             start = time.monotonic()
             learner.update(step.micro_batches, step.counts, learning_rate=0.0)
-            seconds.append(time.monotonic() - start)
+            computed_in.append(time.monotonic() - start)
             words.append(step.words)
-        if seconds:
-            total_seconds += count * statistics.fmean(seconds)
+        if words:
+            step_seconds = max(statistics.median(computed_in), statistics.median(made_in) / makers)
+            total_seconds += count * step_seconds
             total_words += count * statistics.fmean(words)
     return total_seconds, total_words
 

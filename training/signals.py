@@ -4,8 +4,9 @@ import os
 import signal
 import threading
 
-import torch
 from accelerate import Accelerator
+
+from d2l_bert.training.processes import largest
 
 
 class StopSignals:
@@ -49,11 +50,7 @@ class StopSignals:
         Every process must call this at the same point of the run; all get the same answer.
         """
         if not self.agreed_signal:
-            vote = torch.tensor(float(self.received_signal), device=self.accelerator.device)
-            # Each process votes with the number of its signal, or 0. The maximum is the number of a signal; a sum is
-            # not.
-            votes = self.accelerator.gather(vote) if self.accelerator.num_processes > 1 else vote
-            self.agreed_signal = int(votes.max())
+            self.agreed_signal = largest(self.received_signal)  # 0 in a process without a signal
         return bool(self.agreed_signal)
 
     def _receive(self, number, frame):

@@ -20,8 +20,9 @@ export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"
 # export ACCELERATE_USE_FSDP=true FSDP_VERSION=2 FSDP_AUTO_WRAP_POLICY=TRANSFORMER_BASED_WRAP
 # export FSDP_TRANSFORMER_CLS_TO_WRAP=D2lBertEncoderBlock
 
-# exec replaces the shell by the program, so that signals reach the program; a shell would not pass them on.
-srun --cpus-per-task="$OMP_NUM_THREADS" bash -c '
+# A task that fails ends the others, which would wait for it. exec replaces the shell by the program, so that signals
+# reach the program; a shell would not pass them on.
+srun --kill-on-bad-exit=1 --cpus-per-task="$OMP_NUM_THREADS" bash -c '
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
     exec d2l-bert pretrain "$@"
 ' task --resume_from_checkpoint latest "$@"

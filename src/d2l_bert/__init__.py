@@ -3,13 +3,13 @@
 After `import d2l_bert`, Transformers' Auto classes know the model, so that `AutoModelForMaskedLM.from_pretrained` and
 `pipeline("fill-mask")` load it, and so does `pipeline("next-sentence-prediction")`. The model is registered as soon as
 a program imports Transformers, before or after d2l_bert. A program that does not, such as `d2l-bert --help`, does not
-wait for Transformers and PyTorch either.
+wait for Transformers and PyTorch either. PEFT learns which layers to adapt as soon as a program imports PEFT.
 """
 
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 __version__ = version("d2l-bert")
 
 if TYPE_CHECKING:  # type checkers do not see what `__getattr__` imports
+    from d2l_bert.messages import UserError as UserError
     from d2l_bert.modeling.configuration_d2l_bert import *  # noqa: F403
     from d2l_bert.modeling.modeling_d2l_bert import *  # noqa: F403
     from d2l_bert.pair_tasks import NextSentencePredictionPipeline as NextSentencePredictionPipeline
@@ -34,6 +35,7 @@ _MODULES = {
     "D2lBertForMultipleChoice": "modeling.modeling_d2l_bert",
     "D2lBertForNextSentencePrediction": "modeling.modeling_d2l_bert",
     "D2lBertForPreTraining": "modeling.modeling_d2l_bert",
+    "D2lBertForPreTrainingOutput": "modeling.modeling_d2l_bert",
     "D2lBertForQuestionAnswering": "modeling.modeling_d2l_bert",
     "D2lBertForSequenceClassification": "modeling.modeling_d2l_bert",
     "D2lBertForTokenClassification": "modeling.modeling_d2l_bert",
@@ -43,6 +45,7 @@ _MODULES = {
     "PretrainConfig": "training.config",
     "PretrainingLoss": "pair_tasks",
     "RECIPES": "training.recipes",
+    "UserError": "messages",
     "pretrain": "training.pretrain",
     "train_wordpiece": "tokenization.wordpiece",
 }
@@ -66,24 +69,31 @@ def __getattr__(name):
 
 class Registration:
     """
-    Registers the model with Transformers, once, as soon as Transformers is imported.
+    Registers the model with a library, once, as soon as the library is imported.
 
     It stands in `sys.meta_path`, where Python asks for every module that is imported for the first time. It finds
     none itself: it asks the others there, and has `import_module_of` run what they find.
 
-    The registration imports modules of this package, so all that are being imported are finished first. For example,
-    `import d2l_bert.pair_tasks` imports Transformers in its first lines: the model is registered after its last one.
+    Registering with Transformers imports modules of this package, so all that are being imported are finished first.
+    For example, `import d2l_bert.pair_tasks` imports Transformers in its first lines: the model is registered after
+    its last one.
 
     Attributes:
+        library: the module that the model is registered with.
+        register_model: what registers it.
+        prefixes: with which the names of other modules begin whose import has to end first.
         pending: how many imports, and blocks of `postponed`, are still to end before the model may be registered.
     """
 
-    def __init__(self):
+    def __init__(self, library: str, register_model: Callable[[], None], prefixes: tuple[str, ...] = ()):
+        self.library = library
+        self.register_model = register_model
+        self.prefixes = prefixes
         self.pending = 0
 
     def find_spec(self, name, path=None, target=None):
-        """Python calls this for a module: where it is, or None, which leaves it to the others in `sys.meta_path`."""
-        if name != "transformers" and not name.startswith("d2l_bert."):
+        """Where a module is, which Python asks at its first import; None to leave that to the other finders."""
+        if name != self.library and not name.startswith(self.prefixes):
             return None
         for finder in [*sys.meta_path]:
             spec = None if finder is self else finder.find_spec(name, path, target)
@@ -105,14 +115,14 @@ class Registration:
             yield
         finally:
             self.pending -= 1
-        if self.pending == 0 and "transformers" in sys.modules:
+        if self.pending == 0 and self.library in sys.modules:
             self.register()
 
     def register(self) -> None:
         """Register the model now, unless it is registered."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-            register_with_transformers()
+            self.register_model()
 
 
 def register_with_transformers() -> None:
@@ -120,12 +130,13 @@ def register_with_transformers() -> None:
     import transformers
 
     from d2l_bert import pair_tasks
-    from d2l_bert.modeling import conversion, modeling_d2l_bert
+    from d2l_bert.modeling import modeling_d2l_bert
 
     config_class = modeling_d2l_bert.D2lBertConfig
     transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    transformers.AutoModelForTextEncoding.register(config_class, modeling_d2l_bert.D2lBertModel, exist_ok=True)
     transformers.AutoTokenizer.register(config_class, transformers.BertTokenizer, exist_ok=True)
-    for name, place in conversion.AUTO_MAP.items():
+    for name, place in modeling_d2l_bert.AUTO_MAP.items():
         our_class = getattr(modeling_d2l_bert, place.partition(".")[2])
         if our_class is not config_class:
             getattr(transformers, name).register(config_class, our_class, exist_ok=True)
@@ -139,7 +150,19 @@ def register_with_transformers() -> None:
     )
 
 
-registration = Registration()
-sys.meta_path.insert(0, registration)
-with registration.postponed():
-    pass  # registers the model if Transformers is imported already
+def register_with_peft() -> None:
+    """Give PEFT the layers of this model that it adapts in BERT if no `target_modules` are given."""
+    our_names = {"output.dense": ["attention.output", "ffn.dense2"]}
+    for name, layers_of in vars(sys.modules["peft.utils.constants"]).items():
+        if name.startswith("TRANSFORMERS_MODELS_TO_") and "bert" in layers_of:
+            layers = []
+            for layer in layers_of["bert"]:
+                layers += our_names.get(layer, [layer])
+            layers_of.setdefault("d2l-bert", layers)
+
+
+registration = Registration("transformers", register_with_transformers, prefixes=("d2l_bert.",))
+peft_registration = Registration("peft", register_with_peft)
+sys.meta_path[:0] = [registration, peft_registration]
+with registration.postponed(), peft_registration.postponed():
+    pass  # registers the model if the libraries are imported already

@@ -285,23 +285,29 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
+SECONDS_BETWEEN_LINES = 60
+
+
 def with_progress(
     items: Iterable,
     label: str,
     total: int | None = None,
     documents_in: Callable[[object], int] | None = None,
     unit: str = "document",
+    says_end: bool = True,
 ) -> Iterator:
     """
-    Yield the items, with a progress bar if stderr is a terminal; then log the number of documents and the time.
+    Yield the items, with a progress bar if stderr is a terminal, else with a line every minute.
 
     Args:
         label: what is done with the items, such as "reading books".
         total: number of documents, if it is known.
         documents_in: returns the number of documents in an item; without it an item is a document.
         unit: what a document is called, such as "line".
+        says_end: log the number of documents and the time at the end.
     """
     start = time.monotonic()
+    said = start
     count = 0
     with tqdm(total=total, desc=label, unit=f" {unit}s", leave=False, disable=not sys.stderr.isatty()) as bar:
         for item in items:
@@ -309,7 +315,11 @@ def with_progress(
             done = documents_in(item) if documents_in else 1
             count += done
             bar.update(done)
-    logger.info(f"{label}: {counted(count, unit)} in {time.monotonic() - start:.0f} s")
+            if bar.disable and time.monotonic() > said + SECONDS_BETWEEN_LINES:
+                said = time.monotonic()
+                logger.info(f"{label}: {counted(count, unit)} so far")
+    if says_end:
+        logger.info(f"{label}: {counted(count, unit)} in {time.monotonic() - start:.0f} s")
 
 
 @contextlib.contextmanager

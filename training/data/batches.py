@@ -16,7 +16,7 @@ from d2l_bert.tokenization.token_store import TokenizedCorpus, find, ranges
 from d2l_bert.tokenization.wordpiece import CONTINUATION
 from d2l_bert.training.data import masking
 from d2l_bert.training.data.pairs import SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT, tokens_in
-from d2l_bert.training.data.rows import ALONE, Ranks, pack, padded, rows_of_micro_batches
+from d2l_bert.training.data.rows import ALONE, Ranks, pack, padded, rows_of_micro_batches, rows_without_padding
 
 
 # Pairs that `first_with_target` masks in one call.
@@ -290,6 +290,7 @@ def batches(
     ranks: Ranks = ALONE,
     packed: bool = False,
     mlm_probability: float | None = None,
+    computes_padding: bool = True,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """
     Yield the micro-batches of some pairs that this process computes, of rows of similar lengths.
@@ -300,13 +301,15 @@ def batches(
         pairs, mlm_probability: as in `BatchMaker.__call__`.
         most_tokens: the most tokens in a micro-batch, padding included.
         packed: whether several pairs share a row.
+        computes_padding: if not, padding does not count: the caller takes it out of the micro-batches.
     """
     has_b = pairs["b_end"] > pairs["b_start"]
     lengths = tokens_in(pairs) + np.where(has_b, SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT)
     if packed:
         rows = pack(lengths, make_batch.max_seq_length)
         lengths = [int(lengths[row].sum()) for row in rows]
-    for row_numbers in rows_of_micro_batches(lengths, most_tokens, ranks):
+    cut = rows_of_micro_batches if computes_padding else rows_without_padding
+    for row_numbers in cut(lengths, most_tokens, ranks):
         if not row_numbers:
             yield make_batch.empty()
         elif packed:

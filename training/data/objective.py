@@ -53,7 +53,7 @@ def with_objective(run, text):
             f"objective {run.objective}: {reason}; give objective none, or documents of several sentences (see "
             f"documents)"
         )
-    logger.warning(f"{text.corpus_name}: {reason}. The second loss is left out (objective none)")
+    logger.warning(f"objective none: {reason}")
     return dataclasses.replace(run, objective="none")
 
 

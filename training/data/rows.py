@@ -102,6 +102,30 @@ def rows_of_micro_batches(lengths: Sequence[int], most_tokens: int, ranks: Ranks
     return [own_rows[start:end] for start, end in itertools.pairwise([*starts, len(widths)])]
 
 
+def rows_without_padding(lengths: Sequence[int], most_tokens: int, ranks: Ranks = ALONE) -> list[list[int]]:
+    """
+    As `rows_of_micro_batches`, for rows that are computed without padding: a micro-batch is full of their tokens.
+
+    The rows are sorted and dealt out in the same way, so that the first process has the longest of each round. All
+    processes cut where this process has to, and get the same number of micro-batches.
+
+    Args:
+        most_tokens: the largest number of tokens in a micro-batch; a single row may be longer.
+    """
+    lengths = np.asarray(lengths)
+    order = np.argsort(-lengths, kind="stable")
+    own_rows = order[ranks.own :: ranks.count].tolist()
+    longest = lengths[order[:: ranks.count]].tolist()  # of each round
+    starts = [0]  # the first row of each micro-batch
+    tokens = 0  # in the last micro-batch
+    for row, length in enumerate(longest):
+        if tokens and tokens + length > most_tokens:
+            starts.append(row)
+            tokens = 0
+        tokens += length
+    return [own_rows[start:end] for start, end in itertools.pairwise([*starts, len(longest)])]
+
+
 def _group_size(rows_in_step, rows_in_micro_batch):
     """The rows of a group, a power of two, of which a step and a full micro-batch have enough groups."""
     most = min(rows_in_step // MIN_GROUPS_IN_STEP, rows_in_micro_batch // MIN_GROUPS_IN_MICRO_BATCH)

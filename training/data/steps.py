@@ -169,9 +169,12 @@ class TrainingSteps:
         make_batch = self.stages[drawn.stage].make_batch
         first_share, last_share = run.mlm_probabilities()  # of tokens to predict, in the first and in the last step
         share = first_share + (last_share - first_share) * drawn.step / max(self.max_steps - 1, 1)
-        micro_batches = list(batches(make_batch, drawn.pairs, run.most_tokens(), self.ranks, run.packing, share))
+        is_varlen = run.attn_implementation == VARLEN
+        micro_batches = list(
+            batches(make_batch, drawn.pairs, run.most_tokens(), self.ranks, run.packing, share, not is_varlen)
+        )
         counts = counts_of(micro_batches)
-        if run.attn_implementation == VARLEN:
+        if is_varlen:
             micro_batches = [without_padding(batch, run.max_seq_length) for batch in micro_batches]
             counts = counts._replace(padded_tokens=counts.tokens)  # no padding is computed
         elif self.on_gpu:

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from d2l_bert import messages
 from d2l_bert.options import BATCHES, TEXT
 from d2l_bert.pair_tasks import PAIR_TASKS
-from d2l_bert.tokenization import cache, coverage, encoding, prepare, sources, text_store, token_store
+from d2l_bert.tokenization import account, cache, coverage, encoding, prepare, sources, text_store, token_store
 from d2l_bert.tokenization.config import SourceConfig
 from d2l_bert.training import held_out, processes
 from d2l_bert.training.config import PretrainConfig
@@ -168,7 +168,9 @@ def read_text(config: EvaluateConfig, model: MaskedModel) -> tuple[str, text_sto
         options = options_for(model, config)
     options = dataclasses.replace(options, **given)
     what = sources.WhatToRead(paths=config.corpus, datasets=config.dataset, split=options.dataset_split)
-    text = prepare.read_sources(sources.open_sources(what, sources.HowToRead.of(options)), options.language)
+    shown = account.Account()
+    text = prepare.read_sources(sources.open_sources(what, sources.HowToRead.of(options)), options.language, shown)
+    shown.say(account.counts_line(text.name, text.reading))
     store = text.store
     if not len(store):
         raise messages.UserError(f"{text.name}: holds no sentence; give more text")

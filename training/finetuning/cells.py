@@ -16,6 +16,13 @@ LONGEST_READ_WHOLE = 1 << 22
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
+# The most characters of a line that shows what was read.
+LONGEST_SHOWN = 120
+
+# A whole number as pandas writes it in a column that has an empty cell: 5.0.
+WHOLE_FLOAT = re.compile(r"([+-]?[0-9]{1,15})\.0*")
+
+
 class EmptyText(ValueError):
     """A row has no text where one is read."""
 
@@ -77,6 +84,7 @@ def name_of(entry: object, column: str, classes: list[str] | None = None) -> str
     Raises:
         ValueError: the entry is no name, or no number of a class; or the name has half a character.
     """
+    entry = whole(entry)
     is_number = classes and isinstance(entry, int) and not isinstance(entry, bool)
     is_name = is_filled(entry) and not isinstance(entry, float | list | dict)
     if not is_name or (is_number and not 0 <= entry < len(classes)):
@@ -92,6 +100,13 @@ def name_of(entry: object, column: str, classes: list[str] | None = None) -> str
     return unicodedata.normalize("NFC", name)  # systems write ü as one character or as two
 
 
+def whole(entry: object) -> object:
+    """The whole number that a float is, such as 5 of 5.0; every other value as it is."""
+    if isinstance(entry, float) and abs(entry) < 1e15 and entry.is_integer():
+        return int(entry)
+    return entry
+
+
 def check_length(characters: int, place: str) -> None:
     """Raise `ValueError` if what is read in windows has more than `LONGEST_READ_WHOLE` characters."""
     if characters > LONGEST_READ_WHOLE:
@@ -104,6 +119,24 @@ def check_length(characters: int, place: str) -> None:
 def is_filled(value: object) -> bool:
     """Whether a cell holds more than white space."""
     return value is not None and str(value).strip() != ""
+
+
+def visible(text: str) -> str:
+    r"""
+    Text with an escape, such as `\n` or `\u200b`, for each sign that is not seen.
+
+    Those that join letters stay, as words of Persian and Hindi have them.
+    """
+    signs = []
+    for sign in text:
+        is_seen = sign.isprintable() or sign in "\u200c\u200d"
+        signs.append(sign if is_seen else ascii(sign)[1:-1])
+    return "".join(signs)
+
+
+def shown_line(text: str) -> str:
+    """A line that shows what was read, shortened to `LONGEST_SHOWN` characters."""
+    return shortened(visible(text), LONGEST_SHOWN)
 
 
 def listed(names: list[str]) -> str:

@@ -108,6 +108,18 @@ class MultipleChoice(Task):
         self.number_of = {str(number + self.begin): number for number in range(self.count)}
         self.number_of |= {name: number for number, name in enumerate(string.ascii_uppercase[: self.count])}
 
+    def shown_texts(self, row):
+        before = row.texts[: len(self.options_of_texts())]
+        return [*before, " / ".join(self.choices_in(row))]
+
+    def shown_label(self, row):
+        return "" if row.label is None else self.choices_in(row)[row.label]
+
+    def about_labels(self, rows):
+        counts = Counter(row.label + self.begin for row in rows)
+        right = ", ".join(f"{number} {counts[number]:,}" for number in sorted(counts))
+        return f"the right one of {self.count} choices, from {self.begin} on, in {self.label_column!r:.40}: {right}"
+
     def learnt(self):
         return {**super().learnt(), "count": self.count, "begin": self.begin}
 

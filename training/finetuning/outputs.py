@@ -6,12 +6,12 @@ import numpy as np
 import torch
 import transformers
 from accelerate import PartialState
-from accelerate.utils import gather_object
 
 from d2l_bert.modeling import conversion
 from d2l_bert.training.finetuning.features import Features
 from d2l_bert.training.finetuning.rows import Split
 from d2l_bert.training.finetuning.tasks import Task
+from d2l_bert.training.processes import gathered
 
 
 class Outputs(NamedTuple):
@@ -69,12 +69,8 @@ def outputs_of(
         labels.append(batch.pop("labels").numpy())
         batch = {name: tensor.to(state.device) for name, tensor in batch.items()}
         logits.append(task.logits(model(**batch), batch["attention_mask"]).float().cpu().numpy())
-    if state.num_processes > 1:
-        # The lists of all processes, one behind the other.
-        own_batches = gather_object(own_batches)
-        logits = gather_object(logits)
-        labels = gather_object(labels)
-    return Outputs(_in_order(own_batches, logits), _in_order(own_batches, labels))
+    every_batch = gathered(own_batches)
+    return Outputs(_in_order(every_batch, gathered(logits)), _in_order(every_batch, gathered(labels)))
 
 
 def figures_of(task: Task, split: Split, features: Features, outputs: Outputs) -> dict[str, float]:

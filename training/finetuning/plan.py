@@ -10,10 +10,10 @@ import transformers
 from accelerate.utils import parse_flag_from_env
 
 from d2l_bert import folders
-from d2l_bert.messages import UserError, counted
+from d2l_bert.messages import UserError
 from d2l_bert.model_cards import publish
 from d2l_bert.training import log, processes, run_folder
-from d2l_bert.training.finetuning import models, trainer
+from d2l_bert.training.finetuning import account, models, trainer
 from d2l_bert.training.finetuning.all_tasks import CLASSES
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.features import Features
@@ -158,6 +158,8 @@ def make_plan(config: FinetuneConfig, process_count: int) -> Plan:
     run_folder.check_output_folder(config, output_folder(config), config.model, is_finetuning=True)
     start = models.read_start(config, task)
     splits = load_splits(config, task)
+    for line in account.lines_about_rows(task, splits):
+        logger.info(line)
     if "test" in splits:
         check_writable(Path(run_folder.PREDICTIONS_FILE).suffix, splits["test"])
     metric = task.metric()  # again: the tags of the training rows decide which metrics token classification has
@@ -169,9 +171,7 @@ def make_plan(config: FinetuneConfig, process_count: int) -> Plan:
     features = {}
     for name, split in splits.items():
         features[name] = task.features(split, start.tokenizer, start.max_seq_length)
-        labels = "" if split.is_labelled else ", without labels"
-        note = features[name].note or f"none is longer than {start.max_seq_length} tokens"
-        logger.info(f"{name}: {counted(len(split.rows), 'row')} of {split.name}{labels}; {note}")
+        logger.info(account.line_of_split(task, name, split, features[name], start.max_seq_length))
     if config.push_to_hub:
         processes.on_main(publish.check_push, repository_of(config), config.license, False)
     rates = config.learning_rates() or [trainer.default_rate(getattr(start.config, "hidden_size", 768))]

@@ -1,6 +1,7 @@
 """`predict`: a fine-tuned model on new rows; predictions and probabilities beside the rows' own columns."""
 
 import dataclasses
+import logging
 import tempfile
 from pathlib import Path
 
@@ -12,12 +13,16 @@ from d2l_bert.modeling import conversion, loading
 from d2l_bert.modeling.records import RunRecord
 from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.files import STDIN
+from d2l_bert.training.finetuning import account
 from d2l_bert.training.finetuning.all_tasks import CLASSES
 from d2l_bert.training.finetuning.cells import EmptyText
 from d2l_bert.training.finetuning.config import TASKS, FinetuneConfig, PredictConfig
 from d2l_bert.training.finetuning.outputs import outputs_of
 from d2l_bert.training.finetuning.rows import Row, Split, check_writable, read_file, write_predictions
 from d2l_bert.training.finetuning.tasks import Task
+
+
+logger = logging.getLogger(__name__)
 
 
 # The options of `predict` that name columns.
@@ -51,6 +56,8 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
         given = read_rows(file, task, config, Path(scratch))
         check_writable(target.suffix, given)
         with_text = dataclasses.replace(given, rows=rows_with_text(given, task))
+        for line in account.lines_about_new_rows(task, with_text):
+            logger.info(line)
         model, tokenizer, _ = loading.load_pretrained(getattr(transformers, task.auto_class), name)
         check_model(name, record, task, model, tokenizer)
         features = task.features(with_text, tokenizer, record["max_seq_length"])

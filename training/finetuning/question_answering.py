@@ -82,6 +82,13 @@ class QuestionAnswering(Task):
                 f"out"
             )
 
+    def shown_label(self, row):
+        return row.label[0].text if row.label else "no answer"
+
+    def about_labels(self, rows):
+        without = sum(row.label is None for row in rows)
+        return f"answers in {self.label_column!r:.40}: {len(rows) - without:,} rows have one, {without:,} have none"
+
     def learnt(self):
         return {**super().learnt(), "has_unanswerable": self.has_unanswerable}
 

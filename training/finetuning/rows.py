@@ -20,7 +20,7 @@ from d2l_bert.messages import READ_ERRORS, UserError, counted, explained
 from d2l_bert.model_cards.card import local_name
 from d2l_bert.tokenization import hub_datasets, tables
 from d2l_bert.tokenization.config import dataset_and_config
-from d2l_bert.training.finetuning.cells import name_of
+from d2l_bert.training.finetuning.cells import name_of, shown_line
 from d2l_bert.training.finetuning.config import FinetuneConfig
 
 
@@ -45,6 +45,13 @@ A_NUMBER = re.compile(r"[+-]?(\d+([.,]\d+)*|[.,]\d+)(e[+-]?\d+)?\s?%?", re.IGNOR
 
 # The first word of a text in CoNLL-U, whose lines have ten fields.
 CONLL_U_WORD = re.compile(r"1(\t[^\t]*){9}")
+
+# The number of a word in its text: of CoNLL-U and the like; 1-2 is two words in one, 8.1 is not in the text.
+A_WORDS_NUMBER = re.compile(r"[0-9]{1,9}")
+A_PLACE_IN_A_TEXT = re.compile(r"[0-9]{1,9}([-.][0-9]{1,9})?")
+
+# A word of tweets, such as #weir; not the marks between the documents of CoNLL-2012.
+HASHTAG = re.compile(r"#(?!(begin|end)$)\w.*")
 
 
 class Row(NamedTuple):
@@ -79,6 +86,7 @@ class Split:
         is_labelled: whether the rows have labels.
         held_out: the share of the training rows that was held out as these validation rows; 0 if none was.
         shared: how many rows have the texts of a training row.
+        left_out: the places of the rows of a dataset that cannot be used, each with what is wrong with it.
     """
 
     title: str
@@ -90,6 +98,7 @@ class Split:
     is_labelled: bool = False
     held_out: float = 0.0
     shared: int = 0
+    left_out: list[str] = field(default_factory=list)
 
     @functools.cached_property
     def columns(self) -> list[str]:
@@ -117,8 +126,9 @@ def read_file(
     - `.jsonl`, `.parquet`: values as they are.
     - `.json`: SQuAD's form, with the columns `id`, `title`, `context`, `question`, `answers` and `is_impossible`; or a
       list of objects, also below `data`.
-    - `.conll`: a word a line, its tag last, and an empty line after each text: the columns `tokens` and `tags`; or
-      CoNLL-U, also as `.conllu`, with the universal parts of speech as tags.
+    - `.conll`, `.conllup`, `.cupt`: a word a line, its tag last, and an empty line after each text: the columns
+      `tokens` and `tags`, and of further fields `field 2`, `field 3` and so on. Where the first field numbers the
+      words, the word is the second. Or CoNLL-U, also as `.conllu`, with the universal parts of speech as tags.
     - any other text: each line that is not empty is a text.
 
     Args:
@@ -173,7 +183,7 @@ def _is_document(file) -> bool:
 
 
 def _is_conll(file) -> bool:
-    return tables.suffix_unpacked(file) in (".conll", ".conllu")
+    return tables.suffix_unpacked(file) in (".conll", ".conllu", ".conllup", ".cupt")
 
 
 def _numbered_lines(file) -> Iterator[tuple[str, str]]:
@@ -215,21 +225,24 @@ def _conll_rows(lines, title) -> Iterator[tuple[str, dict]]:
     Raises:
         ValueError: a word is empty, or a line has more or fewer fields than the first.
     """
-    is_conll_u = any(CONLL_U_WORD.fullmatch(line) for line in lines)
-    fields_of = _fields_of_conll_u if is_conll_u else _fields_of_conll
+    fields_of = _fields_of_conll
+    place_of_word = 1
+    if any(CONLL_U_WORD.fullmatch(line) for line in lines):
+        fields_of = _fields_of_conll_u
+    elif _numbers_words(lines):
+        fields_of = _fields_behind_a_number
+        place_of_word = 2
     numbered = [(number, fields_of(line)) for number, line in enumerate(lines, 1)]
     for number, fields in numbered:
         if fields and not fields[0]:
             raise ValueError(f"line {number:,}: its word is empty; repair the line")
-    # How lines of words look: a line that does not begin with # is surely one.
-    surely_words = [fields for _, fields in numbered if fields and fields[0][0] != "#"]
-    count = len(surely_words[0]) if surely_words else 0
-    tags = {fields[-1] for fields in surely_words}
-    kept = [(number, fields) for number, fields in numbered if not _is_comment(fields, count, tags)]
+    kept = _without_comments(numbered)
     if comments := len(numbered) - len(kept):
-        logger.info(
-            f"{title}: {counted(comments, 'line is', 'lines are')} left out: comments, or no words of their own"
-        )
+        kept_lines = {number for number, _ in kept}
+        first = next(number for number, _ in numbered if number not in kept_lines)
+        what = f"{counted(comments, 'line is', 'lines are')} left out as comments"
+        logger.info(shown_line(f"{title:.40}: {what}, first line {first:,}: {lines[first - 1]}"))
+    count = next((len(fields) for _, fields in kept if fields), 0)
     for number, fields in kept:
         if len(fields) not in (0, count):
             raise ValueError(f"line {number:,}: {len(fields)} fields, and {count} in the first; repair the line")
@@ -237,29 +250,62 @@ def _conll_rows(lines, title) -> Iterator[tuple[str, dict]]:
         if has_words:
             text = list(group)
             row = {"tokens": [fields[0] for _, fields in text]}
+            for place in range(1, count - 1):
+                row[f"field {place + place_of_word}"] = [fields[place] for _, fields in text]
             if count > 1:
                 row["tags"] = [fields[-1] for _, fields in text]
             yield f"line {text[0][0]:,}", row
 
 
-def _is_comment(fields: list[str], count: int, tags: set[str]) -> bool:
+def _without_comments(numbered: list[tuple[int, list[str] | None]]) -> list[tuple[int, list[str]]]:
     """
-    Whether a line of CoNLL is a comment: it begins with #, as in CoNLL-U, and is not like the lines of words.
+    The fields of lines, given with their numbers, without comments.
 
-    For example, among words with 2 fields whose tags are O and B-LOC:
+    A comment begins with #, as in CoNLL-U, and is not like the lines of words. For example, among words with 2 fields
+    whose tags are O and B-LOC:
 
         # sent_id = 7    a comment: 4 fields
         # draft          a comment: "draft" is no tag
         # O              the word "#"
+        #weir HT         a word: a hashtag, if one with this tag stands directly behind another word
 
     Args:
-        fields: of the line, [] between texts.
-        count, tags: the number of fields of a word, and the last fields of all words.
+        numbered: the fields of a line are [] between texts, and None for what is surely no word.
     """
-    if not fields or fields[0][0] != "#":
-        return False
-    is_like_a_word = len(fields) == count and (count == 1 or fields[-1] in tags)
-    return not is_like_a_word
+    # How lines of words look: a line that does not begin with # is surely one.
+    surely_words = [fields for _, fields in numbered if fields and fields[0][0] != "#"]
+    count = len(surely_words[0]) if surely_words else 0
+    tags = {fields[-1] for fields in surely_words}
+    for (_, before), (_, fields) in itertools.pairwise(numbered):
+        is_behind_a_word = before and before[0][0] != "#"
+        if is_behind_a_word and fields and len(fields) == count and HASHTAG.fullmatch(fields[0]):
+            tags.add(fields[-1])
+    kept = []
+    for number, fields in numbered:
+        if fields is None:
+            continue
+        if not fields:
+            kept.append((number, fields))
+            continue
+        is_like_a_word = len(fields) == count and (count == 1 or fields[-1] in tags)
+        if fields[0][0] != "#" or is_like_a_word:
+            kept.append((number, fields))
+    return kept
+
+
+def _numbers_words(lines) -> bool:
+    """Whether the first field of each line numbers the words of its text: 1, 2, 3 ..., as in GermEval's files."""
+    longest = 0
+    for has_words, text in itertools.groupby(map(_fields_of_conll, lines), bool):
+        words = [fields for fields in text if has_words and not fields[0].startswith("#")]
+        if any(len(fields) < 2 or not A_PLACE_IN_A_TEXT.fullmatch(fields[0]) for fields in words):
+            return False
+        numbers = [fields[0] for fields in words if A_WORDS_NUMBER.fullmatch(fields[0])]
+        first = int(numbers[0]) if numbers else 0
+        if numbers != [str(first + place) for place in range(len(numbers))]:
+            return False
+        longest = max(longest, len(numbers))
+    return longest > 1
 
 
 def _fields_of_conll(line) -> list[str]:
@@ -267,14 +313,24 @@ def _fields_of_conll(line) -> list[str]:
     return [] if line.startswith("-DOCSTART-") else line.split()
 
 
-def _fields_of_conll_u(line) -> list[str]:
-    """As `_fields_of_conll`: the word, and its universal part of speech."""
+def _fields_behind_a_number(line) -> list[str] | None:
+    """As `_fields_of_conll`, of a line whose first field is the number of a word; None for other lines."""
+    fields = _fields_of_conll(line)
+    if not fields:
+        return []
+    if "\t" in line:  # then a word may have a space in it
+        fields = re.split(r"\s*\t\s*", line.strip())
+    return fields[1:] if A_WORDS_NUMBER.fullmatch(fields[0]) else None
+
+
+def _fields_of_conll_u(line) -> list[str] | None:
+    """As `_fields_of_conll`: the word, and its universal part of speech; None for a line that is no word."""
     fields = line.split("\t")
     if fields[0].isdigit():
         return fields[1:4:2]  # the second field, FORM, and the fourth, UPOS
     if not fields[0]:
         return []
-    return ["#"]  # read as a comment: it is one, or no word of its own (1-2 is two words in one, 8.1 not in the text)
+    return None  # a comment, or no word of its own (1-2 is two words in one, 8.1 not in the text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

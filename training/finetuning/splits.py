@@ -1,7 +1,6 @@
 """The rows of a run: read, checked by the task, and split into training, validation and test."""
 
 import itertools
-import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,14 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from d2l_bert import folders
-from d2l_bert.messages import READ_ERRORS, UserError, counted, explained
+from d2l_bert.messages import READ_ERRORS, UserError, explained
 from d2l_bert.tokenization import tables
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.rows import SPLITS, Row, Split, read_dataset, read_file
 from d2l_bert.training.finetuning.tasks import Task
 
-
-logger = logging.getLogger(__name__)
 
 # The share of the training rows that is held out where there are no validation rows and no `validation_share`.
 HELD_OUT = 0.1
@@ -43,10 +40,7 @@ def load_splits(config: FinetuneConfig, task: Task) -> dict[str, Split]:
     trained = {row.texts for row in splits["train"].rows}
     for name in list(splits)[1:]:
         split = splits[name]
-        shared = sum(row.texts in trained for row in split.rows)
-        if shared:
-            logger.info(f"{name}: {shared:,} of {len(split.rows):,} rows have the texts of a training row")
-        splits[name] = replace(split, shared=shared)
+        splits[name] = replace(split, shared=sum(row.texts in trained for row in split.rows))
     return splits
 
 
@@ -102,13 +96,14 @@ def _as_the_task_reads(name: str, split: Split, task: Task) -> Split:
     """
     task.check_columns(split.title, split.columns, has_labels=name != "test")
     _empty_missing_labels(split, task)
-    split = replace(split, rows=usable(split, task.read))
+    left_out = []
+    split = replace(split, rows=usable(split, task.read, left_out))
     split = replace(split, is_labelled=_has_labels(split, task))
     if name != "test" and not split.is_labelled:
         raise UserError(f"{split.title}: column {task.label_column!r:.100} is empty; the {name} rows need labels")
     if name == "train":
         task.learn(split)
-    return replace(split, rows=usable(split, task.check_label))
+    return replace(split, rows=usable(split, task.check_label, left_out), left_out=left_out)
 
 
 def _empty_missing_labels(split: Split, task: Task) -> None:
@@ -137,11 +132,14 @@ def _has_labels(split: Split, task: Task) -> bool:
     return any(row.label is not None and (row.label != [] or has_columns) for row in split.rows)
 
 
-def usable(split: Split, function: Callable[[Row, Split], Row]) -> list[Row]:
+def usable(split: Split, function: Callable[[Row, Split], Row], left_out: list[str]) -> list[Row]:
     """
     The rows that a function of a row and its split makes of the rows of a split.
 
-    Rows that the publishers of a dataset left incomplete, for which it raises `ValueError`, are left out, and counted.
+    Rows that the publishers of a dataset left incomplete, for which it raises `ValueError`, are left out.
+
+    Args:
+        left_out: gets the place of each row that is left out, and what is wrong with it.
 
     Raises:
         UserError: a row of a file cannot be used, or no row of a dataset can.
@@ -155,8 +153,7 @@ def usable(split: Split, function: Callable[[Row, Split], Row]) -> list[Row]:
             wrong.append(f"{row.place}: {error}")
     if wrong and not (split.is_dataset and kept):
         raise UserError(f"{split.title}, {wrong[0]}")
-    if wrong:
-        logger.info(f"{split.title}: {counted(len(wrong), 'row is', 'rows are')} left out: {wrong[0]}")
+    left_out.extend(wrong)
     return kept
 
 
@@ -193,11 +190,7 @@ def hold_out(split: Split, task: Task) -> tuple[Split, Split]:
         held_out=share,
         title=f"{split.title}, rows held out",
         name=f"{split.name} (held out)",
-    )
-    logger.info(
-        f"no validation rows were given: {len(validation.rows):,} of the training rows (of each class "
-        f"{share:.3g}, drawn by seed {seed}) are held out to choose the checkpoint, and not trained on; "
-        f"--validation_share 0 holds out none"
+        left_out=[],
     )
     return train, validation
 

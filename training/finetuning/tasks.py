@@ -67,7 +67,8 @@ class Task:
     - `features(split, tokenizer, max_seq_length)`: the `Features` of a split; in a split without labels, their
       `labels` are not read. Raises `UserError` for a tokenizer or a length that cannot be used;
     - `metrics(split, row_results)`: the metrics of a labelled split by name, without the loss;
-    - `predictions(split, row_results)`: columns with the predictions for each row of a split.
+    - `predictions(split, row_results)`: columns with the predictions for each row of a split;
+    - `about_labels(rows)`, if it has no classes.
 
     `learnt` gives what `learn` has found, for run_config.json; in `predict`, `restore` takes it back. A subclass that
     learns more than classes extends both.
@@ -309,6 +310,29 @@ class Task:
             "id2label": dict(enumerate(self.classes)),
             "label2id": dict(self.number_of),
         }
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Rows as a person looks at them
+
+    def shown_texts(self, row: Row) -> list[str]:
+        """The texts of a row; of words one text, with its tag behind each word."""
+        return list(row.texts)
+
+    def shown_label(self, row: Row) -> str:
+        """The label of a row; "" for a row without, and where its tags stand in the text."""
+        return "" if row.label is None else str(row.label)
+
+    def about_labels(self, rows: list[Row]) -> str:
+        """A line about the labels of rows, for a task without classes."""
+        raise NotImplementedError
+
+    def about_classes(self) -> str:
+        """What the classes are, such as "classes in 'label'"."""
+        return f"classes in {self.label_column!r:.40}"
+
+    def remarks(self, rows: list[Row]) -> list[str]:
+        """A line for each odd thing about rows that is no error, with the way out."""
+        return []
 
     # -----------------------------------------------------------------------------------------------------------------
     # The model and its outputs

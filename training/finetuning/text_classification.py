@@ -7,13 +7,13 @@ import torch
 
 from d2l_bert.messages import UserError, explained
 from d2l_bert.training.finetuning import scoring
-from d2l_bert.training.finetuning.cells import is_filled, list_in, listed, name_of
+from d2l_bert.training.finetuning.cells import WHOLE_FLOAT, is_filled, json_in, list_in, listed, name_of, whole
 from d2l_bert.training.finetuning.features import Features, truncated
 from d2l_bert.training.finetuning.tasks import Baseline, Task
 
 
-# A number with a decimal point or an exponent, as in a column of floats; or pandas' mark of an empty cell.
-NO_CLASS = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(\.\d*)?e[+-]?\d+)|nan", re.IGNORECASE)
+# A number with a decimal point or an exponent, as in a column of floats.
+NO_CLASS = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(\.\d*)?e[+-]?\d+)", re.IGNORECASE)
 
 # The largest number that can be predicted: models compute in float32.
 LARGEST_NUMBER = float(np.finfo(np.float32).max)
@@ -81,7 +81,14 @@ class TextClassification(TextTask):
 
     def label_in(self, cells, split):
         """The label in a row; raises `ValueError` if there is something else."""
-        value = cells.get(self.label_column)
+        value = whole(cells.get(self.label_column))
+        if isinstance(value, str) and (of_pandas := WHOLE_FLOAT.fullmatch(value.strip())):
+            value = of_pandas[1]
+        if str(value).strip().lower() == "nan":
+            raise ValueError(
+                f"column {self.label_column!r:.100} holds {value!r:.40}, which pandas writes for an empty cell; write "
+                f"a class, or take the row out"
+            )
         if isinstance(value, list | dict | float) or NO_CLASS.fullmatch(str(value).strip()):
             raise ValueError(
                 f"column {self.label_column!r:.100} holds {value!r:.40}, not a class; give --task regression for "
@@ -173,6 +180,27 @@ class MultiLabelClassification(TextTask):
         else:
             self.learn_classes(train, set().union(*labels), train.class_names.get(self.label_column), least=1)
 
+    def shown_label(self, row):
+        return ", ".join(row.label or []) or "no label"
+
+    def remarks(self, rows):
+        """That no cell has the separator, and which sign may stand in its place, as in `farm#market`."""
+        if not self.reads_labels or len(self.columns["label_column"]) > 1:
+            return []
+        separator = self.config.label_separator
+        cells = set()
+        for row in rows:
+            value = json_in(row.cells.get(self.label_column), self.label_column)
+            if isinstance(value, str):
+                cells.add(value)
+        if not cells or any(separator in cell for cell in cells):
+            return []
+        what = f"each row has one label at most, as no cell of {self.label_column!r:.30} has {separator!r:.10}"
+        sign = joining_sign(cells)
+        if sign is None:
+            return [f"{what} (--label_separator)"]
+        return [f"{what}; if {sign!r} separates labels, give --label_separator {sign!r}"]
+
     def targets(self, split):
         """1 for each label that a row has, 0 for each other one (N, C); a row without a label has zeros."""
         count = len(split.rows)
@@ -227,6 +255,25 @@ class MultiLabelClassification(TextTask):
         return {**predicted, "prediction": joined}
 
 
+def joining_sign(cells: set[str]) -> str | None:
+    """
+    The sign that may separate the labels in cells: where they are cut at it, the fewest different parts are left.
+
+    For example, "#" of the cells farm, farm#market, farm#river, market, market#river and river: 3 parts of 6 cells.
+    None where no sign leaves fewer parts than there are cells.
+    """
+    best = None
+    fewest = len(cells)
+    for sign in sorted(set("".join(cells))):
+        if sign.isalnum():
+            continue
+        parts = {part.strip() for part in sign.join(cells).split(sign)} - {""}
+        if len(parts) < fewest:
+            best = sign
+            fewest = len(parts)
+    return best
+
+
 class Regression(TextTask):
     """
     A number for a text or a pair of texts.
@@ -272,6 +319,13 @@ class Regression(TextTask):
                 f"around {self.mean:.9g} (standard deviation, mean), too little for float32, in which models compute; "
                 f"subtract a constant from them, or name another column with --label_column"
             )
+
+    def about_labels(self, rows):
+        numbers = [row.label for row in rows]
+        return (
+            f"numbers in {self.label_column!r:.40}: {min(numbers):g} to {max(numbers):g}, mean {np.mean(numbers):g}, "
+            f"{len(set(numbers)):,} different"
+        )
 
     def learnt(self):
         return {**super().learnt(), "mean": self.mean, "deviation": self.deviation}

@@ -1,7 +1,6 @@
 """Token classification: a tag for each word of a text, such as the entities of BIO (d2l, section 16.6.3)."""
 
 import itertools
-import logging
 from collections import Counter
 
 import numpy as np
@@ -9,12 +8,14 @@ from transformers import DataCollatorForTokenClassification
 
 from d2l_bert.messages import UserError, counted
 from d2l_bert.training.finetuning import scoring
-from d2l_bert.training.finetuning.cells import check_length, check_text, list_in, listed, name_of
+from d2l_bert.training.finetuning.cells import check_length, check_text, list_in, name_of
 from d2l_bert.training.finetuning.features import Features, Window, encoded, note_of_windows
+from d2l_bert.training.finetuning.rows import Row
 from d2l_bert.training.finetuning.tasks import Baseline, Task
 
 
-logger = logging.getLogger(__name__)
+# What is wrong where `has_one_word_a_row`.
+ONE_WORD = "each row has one word, and is a text of its own; give the words of a text in one row"
 
 
 class TokenClassification(Task):
@@ -55,6 +56,10 @@ class TokenClassification(Task):
         return row._replace(texts=tuple(words), label=tags or None)
 
     def learn(self, train):
+        if has_one_word_a_row(train.rows):
+            of_texts = [name for name in train.columns if "sent" in name.lower()]
+            which = f" (does column {of_texts[0]!r:.40} say which?)" if of_texts else ""
+            raise UserError(f"{train.title}: {ONE_WORD}{which}, or give a .conll file, with a word a line")
         counts = Counter(tag for row in train.rows for tag in row.label or [])
         self.learn_classes(train, set(counts), train.class_names.get(self.label_column))
         self.default = "O" if "O" in counts else counts.most_common(1)[0][0]
@@ -62,12 +67,21 @@ class TokenClassification(Task):
         if self.scheme is None:
             self.main_metric = "accuracy"
             self.metrics_shown = ("accuracy",)
-            logger.info(
-                f"the tags ({listed(self.classes)}) are not of {', '.join(scoring.SCHEMES)}: the figure is the "
-                f"accuracy over words"
-            )
-        else:
-            logger.info(f"the tags are {self.scheme}: the figures are those of entities")
+
+    def shown_texts(self, row):
+        if row.label is None:
+            return [" ".join(row.texts)]
+        return [" ".join(f"{word}/{tag}" for word, tag in zip(row.texts, row.label, strict=True))]
+
+    def shown_label(self, row):
+        return ""
+
+    def about_classes(self):
+        what = f"{self.scheme}: figures of entities" if self.scheme else "no entities: accuracy over words"
+        return f"tags in {self.label_column!r:.40} ({what})"
+
+    def remarks(self, rows):
+        return [ONE_WORD] if has_one_word_a_row(rows) else []
 
     def learnt(self):
         return {**super().learnt(), "default": self.default, "scheme": self.scheme}
@@ -146,6 +160,11 @@ class TokenClassification(Task):
             tagged = zip(split.rows, row_results, strict=True)
             columns["entities"] = [entities_in(row.texts, tags) for row, tags in tagged]
         return columns
+
+
+def has_one_word_a_row(rows: list[Row]) -> bool:
+    """Whether each row has one word alone, as in a table with a word a row; False for a few rows."""
+    return len(rows) > 2 and all(len(row.texts) == 1 for row in rows)
 
 
 def entities_in(words: tuple[str, ...], tags: list[str]) -> list[dict]:

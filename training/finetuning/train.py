@@ -17,7 +17,7 @@ from d2l_bert.records import read_record
 from d2l_bert.tokenization.model_files import without_log_messages
 from d2l_bert.training import processes, run_folder
 from d2l_bert.training.checkpoint import WEIGHTS_FILE, check_hashes, checkpoints, delete_old, hashes_of, versions
-from d2l_bert.training.finetuning import models, scoring, trainer
+from d2l_bert.training.finetuning import account, models, scoring, trainer
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.folder import MODEL_FOLDER, write_folder
 from d2l_bert.training.finetuning.outputs import Outputs, figures_of, outputs_of
@@ -54,6 +54,8 @@ def finetune(config: FinetuneConfig) -> Path:
             record = make_record(plan)
         with contextlib.ExitStack() as stack:
             processes.on_main(run_folder.enter_finetuning, config, plan.folder, record, stack)
+            processes.on_main(account.write_account, plan.folder, plan.task, plan.splits)
+            logger.info(f"{account.ACCOUNT_FILE} in the output folder has more of what was read")
             outcome = train(plan)
             messages.report.info(finish(plan, record, outcome))  # `report` is the logger of what goes to stdout
         if config.push_to_hub:
