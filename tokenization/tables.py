@@ -44,7 +44,7 @@ UNREAD = {
     b"{\\rtf": "a document in RTF",
     b"\xd0\xcf\x11\xe0": "a document of an old Office program",
     b"PAR1": "a Parquet file with another suffix than .parquet",
-    b"version https://git-lfs": "a pointer of Git LFS in place of a file, which `git lfs pull` gets",
+    b"version https://git-lfs": "a pointer of Git LFS (`git lfs pull` gets its file)",
 }
 
 # Where editors end a line, and the end that a program has made of \r\n that wrote \n as \r\n once more. Other
