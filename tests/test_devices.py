@@ -60,6 +60,7 @@ def test_a_run_keeps_off_a_gpu_where_the_launcher_says_so(monkeypatch, asked, ha
 @pytest.mark.parametrize(
     ("kind", "version_2", "asked", "refusal"),
     [
+        (DistributedType.FSDP, "checkpoints", "true", "give --gradient_checkpointing"),
         (DistributedType.FSDP, True, "false", None),
         (DistributedType.FSDP, True, "true", None),
         (DistributedType.FSDP, False, "false", "first version is not supported; set fsdp_version: 2"),
@@ -68,7 +69,7 @@ def test_a_run_keeps_off_a_gpu_where_the_launcher_says_so(monkeypatch, asked, ha
 )
 def test_a_request_for_fsdp_that_accelerate_did_not_follow_is_refused(monkeypatch, kind, version_2, asked, refusal):
     made = SimpleNamespace(num_processes=1, distributed_type=kind, is_fsdp2=version_2, device=torch.device("cpu"))
-    made.state = SimpleNamespace(fsdp_plugin=SimpleNamespace())
+    made.state = SimpleNamespace(fsdp_plugin=SimpleNamespace(activation_checkpointing=version_2 == "checkpoints"))
     monkeypatch.setattr(devices, "Accelerator", lambda **_: made)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", asked)
     with pytest.raises(UserError, match=refusal) if refusal else contextlib.nullcontext():

@@ -12,11 +12,9 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     parse_flag_from_env,
 )
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.utils.benchmark import Timer
 
 from d2l_bert.messages import UserError
-from d2l_bert.modeling import modeling_d2l_bert
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.training.config import MICRO_BATCH_TOKENS, PretrainConfig
 from d2l_bert.training.processes import start_processes
@@ -67,14 +65,10 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
         )
     if is_fsdp and not accelerator.is_fsdp2:
         raise UserError("FSDP's first version is not supported; set fsdp_version: 2 in the launcher's configuration")
-    if is_fsdp:
-        # Each encoder block is sharded as a unit, whatever the launcher's configuration says. Accelerate's own policy
-        # would put weights, losses and even counts into bf16. Without a policy they stay float32, and only matrix
-        # products are bf16, as they are without FSDP2.
-        plugin = accelerator.state.fsdp_plugin
-        plugin.auto_wrap_policy = transformer_auto_wrap_policy
-        plugin.transformer_cls_names_to_wrap = [modeling_d2l_bert.D2lBertEncoderBlock.__name__]
-        plugin.mixed_precision_policy = None
+    if is_fsdp and accelerator.state.fsdp_plugin.activation_checkpointing:
+        raise UserError(
+            "fsdp_activation_checkpointing is not supported; set it to false, and give --gradient_checkpointing"
+        )
     return accelerator
 
 
