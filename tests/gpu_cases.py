@@ -143,11 +143,16 @@ def test_faults_are_found(text, fault, monkeypatch):
 # Whole commands
 
 
-def test_a_run_is_as_on_a_cpu_waits_once_a_step_and_is_resumed(books, tmp_path, monkeypatch):
+@pytest.mark.parametrize("attention", ["sdpa", "varlen"])
+def test_a_run_is_as_on_a_cpu_waits_once_a_step_and_is_resumed(books, tmp_path, monkeypatch, attention):
     """It evaluates, saves, loads a checkpoint, and writes the folder of a model."""
-    options = [*SMALL, *NO_DROPOUT, "--mixed_precision=no", "--micro_batch_size=4", "--attn_implementation=sdpa"]
-    options += [f"--corpus={books}", "--ema_decay=0.9", "--max_steps=6", "--save_steps=3", "--eval_steps=3"]
-    assert main(["pretrain", f"--output_dir={tmp_path / 'cpu'}", *options, "--logging_steps=1"]) == 0
+    options = [*SMALL, *NO_DROPOUT, "--mixed_precision=no", "--micro_batch_size=4", f"--corpus={books}"]
+    options += ["--ema_decay=0.9", "--max_steps=6", "--save_steps=3", "--eval_steps=3"]
+    on_cpu = ["pretrain", f"--output_dir={tmp_path / 'cpu'}", "--attn_implementation=sdpa", *options]
+    assert main([*on_cpu, "--logging_steps=1"]) == 0
+    # As a GPU has it: the default.
+    monkeypatch.setattr(devices, "has_varlen", lambda architecture, accelerator: attention == "varlen")
+    monkeypatch.setattr(devices, "use_flash_attention_3", lambda run, accelerator: None)
     between = []  # what was waited for before each step, after the one before
     within = []
 
@@ -169,6 +174,7 @@ def test_a_run_is_as_on_a_cpu_waits_once_a_step_and_is_resumed(books, tmp_path, 
         for name in ("checkpoint-6", "model.safetensors", "metrics.json"):
             (tmp_path / "gpu" / name).rename(tmp_path / name)
         assert main([*command, "--resume_from_checkpoint=latest"]) == 0
+    assert f'"attn_implementation": "{attention}"' in (tmp_path / "gpu" / "run_config.json").read_text()
     rows = log_rows(tmp_path / "gpu")
     for row, expected in zip(rows, log_rows(tmp_path / "cpu"), strict=True):
         for name in {"loss", "nsp_loss", "grad_norm", "eval_mlm_loss", "eval_nsp_loss"} & {*expected}:
