@@ -890,11 +890,15 @@ class D2lBertModel(D2lBertPreTrainedModel):
             def same_sequence(row, head, query, key):
                 return sequence_ids[row, query] == sequence_ids[row, key]
 
+        # A mask that masks nothing is left out. To look for padding makes the CPU wait for a GPU: there it is not done
+        # in training, where rows without padding are to come without a mask.
+        looks_for_padding = attention_mask is None or is_on_cpu(hidden_states) or not self.training
         mask = create_bidirectional_mask(
             config=self.config,
             inputs_embeds=hidden_states,
             attention_mask=attention_mask,
             and_mask_function=same_sequence,
+            allow_is_bidirectional_skip=looks_for_padding,
         )
         returns_hidden_states = kwargs.get("output_hidden_states", self.config.output_hidden_states)
         returns_attentions = kwargs.get("output_attentions", self.config.output_attentions)

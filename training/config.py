@@ -218,8 +218,8 @@ class PretrainConfig(TextConfig):
     )
     attn_implementation: Literal["eager", "sdpa", "flex_attention", "varlen"] | None = option(
         None,
-        "implementation of attention; the default is eager or sdpa, the faster one on this device; varlen computes no "
-        "padding (NVIDIA GPUs from Ampere on, in half precision, no dropout of attention)",
+        "implementation of attention; the default is the fastest one on this device; varlen computes no padding "
+        "(NVIDIA GPUs from Ampere on, in half precision, no dropout of attention)",
         MACHINE,
         identity=False,
     )

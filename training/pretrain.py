@@ -75,6 +75,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
             accelerator = devices.make_accelerator(run.mixed_precision, log_with=trackers, project_dir=folder)
             run = devices.with_defaults(run, architecture, accelerator)
             run.check()  # the launcher's precision, too, must go with the other options
+        devices.use_flash_attention_3(run, accelerator)
         if accelerator.device.type == "cuda" and accelerator.mixed_precision == "no":
             torch.set_float32_matmul_precision("high")  # TF32, with 10 bits of mantissa
         if not run.dry_run:  # a dry run writes nothing
@@ -297,6 +298,8 @@ class Loop:
                     self.word_saver.save_due()
                 if "save" in due and (is_last or not is_skipped):
                     self.checkpoint_saver.save(len(log.rows))
+                if due:
+                    devices.free_unused_memory(self.learner.accelerator.device)
 
     def must_evaluate_first(self) -> bool:
         """Whether the model is to be evaluated as it is now, before the next step."""

@@ -14,6 +14,11 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import broadcast, parse_flag_from_env
 from huggingface_hub.utils.tqdm import progress_bar_states
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+)
 from transformers.utils import logging as transformers_logging
 
 from d2l_bert.messages import UserError, explained
@@ -189,7 +194,8 @@ def restore_host_settings() -> Iterator[None]:
     Restore, when the block ends or fails, the settings of the whole process that a run changes.
 
     These are the state that all `Accelerator` objects share, such as mixed precision and gradient accumulation, the
-    kernels that PyTorch may choose (`make_accelerator`), and the progress bars of Transformers and huggingface_hub.
+    kernels that PyTorch may choose (`devices.make_accelerator`, `devices.use_flash_attention_3`), and the progress
+    bars of Transformers and huggingface_hub.
     PyTorch's global RNG is not restored: a run seeds it.
     """
     shared = [AcceleratorState._shared_state, GradientState._shared_state, progress_bar_states]  # dicts
@@ -197,6 +203,7 @@ def restore_host_settings() -> Iterator[None]:
     has_bars = transformers_logging.is_progress_bar_enabled()
     precision = torch.get_float32_matmul_precision()
     has_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    flash_attention = current_flash_attention_impl()
     try:
         yield
     finally:
@@ -207,3 +214,7 @@ def restore_host_settings() -> Iterator[None]:
             state.update(content)
         torch.set_float32_matmul_precision(precision)
         torch.backends.cuda.enable_cudnn_sdp(has_cudnn)
+        if current_flash_attention_impl() != flash_attention:
+            restore_flash_attention_impl()  # PyTorch's own
+            if flash_attention is not None:
+                activate_flash_attention_impl(flash_attention)
