@@ -70,8 +70,13 @@ def _run(argv):
     """Parse the arguments and run the command; returns the exit code."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show becomes "?", not an error
-    if argv[:1] and argv[0] in commands.COMMANDS and HELP.isdisjoint(argv):
-        spare_busy_cores()
+    if argv[:1] and argv[0] in commands.COMMANDS:
+        try:
+            _check_working_folder()  # first: importing Transformers, as the options of `pretrain` do, asks for it
+        except messages.UserError as error:
+            return _show_error(argv[0], error)
+        if HELP.isdisjoint(argv):
+            spare_busy_cores()
     arguments, unknown = make_parser(argv).parse_known_args(argv)
     if unknown:
         flags = arguments.parser._option_string_actions
@@ -82,7 +87,6 @@ def _run(argv):
             hint = f"; {before} takes true or false"
         arguments.parser.error(f"unknown argument {unknown[0]!r}{hint}")
     try:
-        _check_working_folder()
         with messages.messages_shown():
             registration.register()
             from transformers.utils import logging
