@@ -291,8 +291,8 @@ class FinetuneConfig(Options):
             check_license(self.license)
         yield from super().contradictions(given)
         if self.task not in (*TASKS, *NAMED):
-            wrong = "task is missing" if self.task is None else f"task {self.task!r}"
-            yield f"{wrong}: give --task one of {', '.join(TASKS)}; or {', '.join(NAMED)}"
+            wrong = "--task is missing" if self.task is None else f"task {self.task!r}"
+            yield f"{wrong}: give one of {', '.join(TASKS)}; or {', '.join(NAMED)}"
         if not all(0 < rate <= 100 for rate in rates) or len(set(rates)) < len(rates):
             yield (
                 f"learning_rate takes numbers above 0 and at most 100, each once, got {' '.join(self.learning_rate)}"
