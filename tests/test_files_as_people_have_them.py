@@ -9,7 +9,8 @@ import pytest
 
 from d2l_bert.messages import UserError
 from d2l_bert.tokenization import tables
-from d2l_bert.tokenization.files import decoded, lines_and_cells
+from d2l_bert.tokenization.files import decoded, lines_and_cells, text_files
+from d2l_bert.training.finetuning.rows import read_file
 
 
 def refused(path):
@@ -97,3 +98,39 @@ def test_the_header_of_a_table_is_no_text_to_predict_on(tmp_path):
         list(lines_and_cells(str(path)))
     path.write_text("text\nIt rains.\n")  # one word is a text
     assert [line for line, _ in lines_and_cells(str(path))] == ["text", "It rains."]
+
+
+def test_a_header_that_stands_again_is_said(tmp_path, caplog):
+    path = tmp_path / "joined.csv"
+    path.write_text("text,label\nIt rains.,a\ntext,label\nIt snows.,b\ntext,label\ntext,b\n")
+    with caplog.at_level(logging.WARNING, "d2l_bert"):
+        rows = [row["text"] for _, row in tables.table_rows(path)]
+    assert rows == ["It rains.", "text", "It snows.", "text", "text"]
+    assert "the header stands again in line 3 (2 in all)" in caplog.text
+
+
+def test_a_pointer_of_git_lfs_is_no_text(tmp_path):
+    for name in ("a.txt", "a.csv", "a.parquet"):
+        path = tmp_path / name
+        path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'9' * 64}\nsize 330454481\n")
+        assert "git lfs pull" in refused(path)
+    path.write_text("version 2 of this text\n")
+    assert list(decoded(path)) == ["version 2 of this text"]
+
+
+def test_files_for_tests_beside_those_for_training_are_said(tmp_path):
+    for name in ("wiki.train.txt", "wiki.test.txt", "dev/a.txt", "latest.txt", "developers.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("It rains.\n")
+    assert text_files(tmp_path).said == "also read, though for tests by their names: dev/a.txt, wiki.test.txt"
+    (tmp_path / "wiki.train.txt").unlink()
+    assert text_files(tmp_path).said == ""
+
+
+def test_empty_lines_among_texts_are_counted(tmp_path, caplog):
+    path = tmp_path / "new.txt"
+    path.write_text("It rains.\n\nIt snows.\n \n")
+    with caplog.at_level(logging.INFO, "d2l_bert"):
+        rows = read_file(str(path), "").rows
+    assert [row.place for row in rows] == ["line 1", "line 3"]
+    assert "2 empty lines are left out" in caplog.text

@@ -221,6 +221,21 @@ WRONG = {
         {"train": 'text,label\na,"x,y"\nb,"x,y"\n'},
         ["'x', 'y'"],
     ),
+    "a yes or no for each label in a list": (
+        "multi_label_classification",
+        {"train": 'text,label\na,"[0, 1]"\nb,"[0, 0]"\nc,"[1, 0]"\n'},
+        ["line 3: column 'label' holds ['0', '0'], as a yes or no for each label", "the names of the labels"],
+    ),
+    "the columns of pandas in JSON": (
+        "text-classification",
+        {"train.json": '{"text": {"0": "a", "1": "b"}, "label": {"0": "x", "1": "y"}}'},
+        ["train.json: cannot be read", "orient='records'"],
+    ),
+    "no header": (
+        "text-classification",
+        {"train": '"0","0","a"\n"4","1","b"\n'},
+        ["where the first line is no header"],
+    ),
     "numbers from 1 for the labels of a named task": (
         "sst2",
         {"train": "sentence,label\na,1\nb,2\nc,1\n"},

@@ -26,6 +26,7 @@ from d2l_bert.tokenization.wordpiece import literal_json, literal_tokenizer
 REMARKED_UNKNOWN = 0.01  # of the characters, in [UNK]
 REMARKED_DROPPED = 0.005  # of the characters
 REMARKED_MERGED = 0.01  # of the word types, which became equal to another
+REMARKED_ESCAPES = 0.005  # of the words; the strings in Python's code have them in 0.1 %
 REMARKED_DIGITS = 0.25  # of the vocabulary's entries, which hold a digit
 
 
@@ -215,7 +216,7 @@ def remarks(
         language: the option.
     """
     yield from _remarks_on_losses(coverage, is_given)
-    yield from _remarks_on_damage(contents)
+    yield from remarks_on_damage(contents)
     yield from _remarks_on_letters(contents, tokenizer, is_given, language)
     with_digits = facts_of(tokenizer)["entries_with_digits"] / len(tokenizer)
     if with_digits > REMARKED_DIGITS and not is_given:
@@ -253,12 +254,26 @@ def _remarks_on_losses(coverage, is_given):
         yield f"{share:.0%} of the words became another ({one:.20} = {other:.20}); {max(losses, key=losses.get)}"
 
 
-def _remarks_on_damage(contents):
-    """Lines about words that were damaged before."""
+def remarks_on_damage(contents: Contents) -> Iterator[str]:
+    """A short line for each way in which words were damaged before, with what repairs them."""
     if contents["mojibake"] > NOTICEABLE:
-        yield f"{contents['mojibake']:.1%} of the words are UTF-8 read as Windows-1252 (fÃ¼r for für); repair it: ftfy"
+        share = f"{contents['mojibake']:.1%} of the words"
+        yield f"{share} were read in a wrong encoding, as Windows-1252 (fÃ¼r for für); repair them: ftfy, or iconv"
     if contents["entities"] > NOTICEABLE:
         yield f"{contents['entities']:.1%} of the words hold entities of HTML (&quot;); replace them: html.unescape"
+    if contents["tags"] > NOTICEABLE:
+        yield f"{contents['tags']:.1%} of the words hold tags: <br />, <unk>, [SEP] or the like; take them out"
+    if contents["escapes"] > REMARKED_ESCAPES:
+        share = f"{contents['escapes']:.1%} of the words"
+        yield rf"{share} hold escapes for characters (\n, \u00e9); write the characters"
+    if contents["reversed"] > NOTICEABLE:
+        yield f"{contents['reversed']:.1%} of the words are Hebrew written backwards, as out of PDF; reverse the lines"
+    if contents["two_alphabets"] > NOTICEABLE:
+        share = f"{contents['two_alphabets']:.1%} of the words"
+        yield f"{share} mix Latin and Cyrillic letters, which look alike; write each word in one"
+    if contents["twins"] > NOTICEABLE:
+        share = f"{contents['twins']:.1%} of the words"
+        yield f"{share} have the rarer of ş and ș, ي and ی or ك and ک, which look alike; write one of the two"
     if contents["zawgyi"] > NOTICEABLE:
         yield f"{contents['zawgyi']:.1%} of the words are Burmese in Zawgyi, not Unicode; convert it: myanmar-tools"
 
@@ -272,7 +287,11 @@ def _remarks_on_letters(contents, tokenizer, is_given, language):
     if contents["mixed_forms"] > NOTICEABLE and is_two_forms:
         make_one = "convert it to NFC" if is_given else "--unicode_normalization NFC makes them one"
         yield f"{contents['mixed_forms']:.1%} of the words are spelled in two forms of Unicode; {make_one}"
-    if contents["compatible_forms"] > NOTICEABLE and normalized("ﬁ", normalizer) != "fi":
+    elif contents["decomposed"] > NOTICEABLE and is_two_forms:
+        compose = "convert it to NFC" if is_given else "--unicode_normalization NFC composes it"
+        yield f"{contents['decomposed']:.1%} of the words are decomposed (NFD), as few other texts are; {compose}"
+    has_compatible = contents["compatible_forms"] > max(NOTICEABLE, contents["mojibake"])  # as it holds º and µ
+    if has_compatible and normalized("ﬁ", normalizer) != "fi":
         make_plain = "convert it to NFKC" if is_given else "--unicode_normalization NFKC makes them plain"
         yield f"{contents['compatible_forms']:.1%} of the words hold ligatures or wide letters (ﬁ, Ａ); {make_plain}"
     if is_lower_case and contents["mixed_case"] > MOST_MIXED_CASE:

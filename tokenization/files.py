@@ -5,6 +5,7 @@ import heapq
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,10 @@ logger = logging.getLogger(__name__)
 
 STDIN = "-"  # in place of a file: the standard input
 PREPARED_FILE = "prepared.json"  # the record of a prepared folder
+# Names of files, or of their folders: train.txt, wiki.test.tokens, dev/a.txt.
+A_TRAINING_FILE = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
+A_TEST_FILE = re.compile(r"(?<![a-z])(test|valid|validation|dev|eval)(?![a-z])", re.IGNORECASE)
+
 READ_SUFFIXES = (".txt", ".md", ".log", *LINES_OF_FORMAT, *tables.TABLE_SUFFIXES)
 
 
@@ -73,9 +78,21 @@ def text_files(path: str | Path) -> FoundFiles:
     if outside:
         first = f"{taken[outside[0]].relative_to(path)} -> {outside[0]}"
         lines.append(f"{counted(len(outside), 'file')} behind links out of this folder, such as {first}")
+    if tests := _files_for_tests(taken.values(), path):
+        lines.append(
+            f"also read, though for tests by {'its name' if len(tests) == 1 else 'their names'}: {', '.join(tests)}"
+        )
     if said:
         lines.append(f"left out: {said}")
     return FoundFiles(sorted(taken.values(), key=lambda file: file.parts), len(outside), "; ".join(lines))
+
+
+def _files_for_tests(files, folder):
+    """The files whose names say that they are to evaluate on, such as `test.txt`, if others are for training."""
+    names = [str(file.relative_to(folder)) for file in sorted(files)]
+    if not any(A_TRAINING_FILE.search(name) for name in names):
+        return []
+    return [name for name in names if A_TEST_FILE.search(name)]
 
 
 def _kinds(left_out):

@@ -17,9 +17,15 @@ from d2l_bert.messages import UserError
 from d2l_bert.tokenization.odd_words import (
     count_capital_sigmas,
     count_compatible,
+    count_decomposed,
     count_entities,
+    count_escapes,
     count_mojibake,
+    count_reversed,
     count_spelled_twice,
+    count_tags,
+    count_twins,
+    count_two_alphabets,
     count_types_of_case,
     count_zawgyi,
 )
@@ -211,6 +217,12 @@ class Contents(TypedDict):
     compatible_forms: float
     mojibake: float
     entities: float
+    tags: float
+    escapes: float
+    reversed: float
+    two_alphabets: float
+    twins: float
+    decomposed: float
     zawgyi: float
     capital_sigmas: float
     types_of_case: float
@@ -235,11 +247,11 @@ def contents_of(words: Counter) -> Contents:
             more, those whose commoner spelling NFC makes equal.
         `mixed_case`: of the runs of letters and digits, those with a capital letter behind the first and a small one.
         `dotless`: of the letters, the Turkish ones ı and İ.
-        `compatible_forms`, `mojibake`, `entities`, `zawgyi`, `capital_sigmas`: of the words, those that the functions
-            of `odd_words` count.
+        `compatible_forms`, `mojibake`, `entities`, `tags`, `escapes`, `reversed`, `two_alphabets`, `twins`,
+            `decomposed`, `zawgyi`, `capital_sigmas`: of the words, those that the functions of `odd_words` count.
         `types_of_case`: of the word types, those that differ from another in case alone.
         And:
-        `has_hangul`: whether it holds a Hangul syllable, which decomposing takes apart.
+        `has_hangul`: whether it holds a Hangul syllable, which decomposing takes apart, also if it is apart.
         `word_unit`: what to count as words (`WordUnit`): the tokenizer's if more than `MOST_SPACELESS` of the
             characters are in long words or in `SPACELESS` scripts.
         `script`: the commonest of the letters' `SCRIPTS`; "" if they are of no such.
@@ -258,7 +270,7 @@ def contents_of(words: Counter) -> Contents:
     spaceless = sum(scripts[script] for script in SPACELESS) / all_characters
     return {
         "marks": marks / letters,
-        "has_hangul": any("가" <= character <= "힣" for character in characters),
+        "has_hangul": any(map(_is_hangul, characters)),
         "zero_width_spaces": more_words / (all_words + more_words),
         "joiners": _share_of_joiners(beyond_ascii, words, all_words),
         "long_words": long_words,
@@ -269,11 +281,22 @@ def contents_of(words: Counter) -> Contents:
         "compatible_forms": count_compatible(beyond_ascii) / all_words,
         "mojibake": count_mojibake(beyond_ascii) / all_words,
         "entities": count_entities(words) / all_words,
+        "tags": count_tags(words) / all_words,
+        "escapes": count_escapes(words) / all_words,
+        "reversed": (count_reversed(beyond_ascii) if scripts["Hebrew"] else 0) / all_words,
+        "two_alphabets": (count_two_alphabets(beyond_ascii) if scripts["Cyrillic"] else 0) / all_words,
+        "twins": count_twins(beyond_ascii) / all_words,
+        "decomposed": count_decomposed(beyond_ascii) / all_words,
         "zawgyi": (count_zawgyi(beyond_ascii) if scripts["Myanmar"] else 0) / all_words,
         "capital_sigmas": count_capital_sigmas(beyond_ascii) / all_words,
         "types_of_case": count_types_of_case(words) / max(len(words), 1),
         "script": scripts.most_common(1)[0][0] if scripts else "",
     }
+
+
+def _is_hangul(character):
+    """Whether a character is a Hangul syllable, or a letter of one that was decomposed."""
+    return "가" <= character <= "힣" or "ᄀ" <= character <= "ᇿ"
 
 
 def _characters_in_long_words(words):

@@ -44,6 +44,7 @@ UNREAD = {
     b"{\\rtf": "a document in RTF",
     b"\xd0\xcf\x11\xe0": "a document of an old Office program",
     b"PAR1": "a Parquet file with another suffix than .parquet",
+    b"version https://git-lfs": "a pointer of Git LFS (`git lfs pull` gets its file)",
 }
 
 # Where editors end a line, and the end that a program has made of \r\n that wrote \n as \r\n once more. Other
@@ -114,7 +115,7 @@ def open_unpacked(file: Path) -> pa.NativeFile:
         OSError: the file cannot be opened; also while reading, as when it is cut short.
     """
     with file.open("rb") as opened:
-        beginning = opened.read(8)
+        beginning = opened.read(32)
     for magic, what in UNREAD.items():
         if beginning.startswith(magic):
             raise UserError(f"{file}: {what}, which is not read as text; give the text that is in it, in UTF-8")
@@ -629,7 +630,10 @@ def _check_columns(names, columns):
     times = Counter(names)
     for name in filter(None, names):
         if (columns is None or name in columns) and times[name] > 1:
-            raise ValueError(f"two columns have the name {shortened(repr(name), 100)}; rename one")
+            raise ValueError(
+                f"two columns have the name {shortened(repr(name), 100)}; rename one, or, where the first line is no "
+                f"header, write one above"
+            )
     for column in columns or ():
         if names and column not in times:
             known = shortened(", ".join(map(repr, names)), 500)
@@ -676,6 +680,7 @@ def _cell_rows(file, columns, separator, is_tsv):
     names = header[1]
     _check_columns(names, columns)
     quoted = 0
+    headers = []  # the lines of rows that are the header once more
     for number, cells in rows:
         # Excel writes rows of empty cells behind the last one. Of one column an empty cell in quotes is a row.
         is_of_one_column = len(names) == 1 and len(cells) == 1
@@ -688,7 +693,14 @@ def _cell_rows(file, columns, separator, is_tsv):
             )
         if is_tsv:
             quoted += sum(len(cell) > 2 and cell[0] == cell[-1] == '"' for cell in cells)
+        if cells == names:
+            headers.append(number)
         yield f"line {number:,}", dict(zip(names, cells, strict=True))
+    if headers:
+        logger.warning(
+            f"{file}: the header stands again in line {headers[0]:,} ({len(headers):,} in all), and is read as a row; "
+            f"take it out"
+        )
     if quoted:
         logger.warning(
             f"{file}: {counted(quoted, 'cell')} in quotes, which are read as text, as TSV has none; if the program "

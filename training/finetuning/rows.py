@@ -154,7 +154,7 @@ def read_file(
     if not file.is_file():
         raise UserError(f"{given}: no such file; give a table, or a text in each line")
     memory = memory or tables.Memory()
-    way_out = "repair the file; .json is a list of objects, or SQuAD's form"
+    way_out = "repair the file; .json is a list of objects (pandas: orient='records'), or SQuAD's form"
     # The messages of `LookupError` and `ValueError` say the way out themselves, those of the system do not.
     with explained(f"{title}: cannot be read", way_out, OSError), explained(title, "", LookupError, ValueError):
         if tables.file_kind(file) in tables.TABLE_KINDS:
@@ -165,7 +165,7 @@ def read_file(
             with explained("cannot be read", way_out, *READ_ERRORS, TypeError, RecursionError):
                 found = list(_rows_of_document(file, lines, title))
         else:
-            found = ((place, {text_column: line}) for place, line in _numbered_lines(file) if line.strip())
+            found = ((place, {text_column: line}) for place, line in _lines_with_text(file, title))
         rows = memory.hold(found)
     if not rows:
         raise UserError(f"{title}: has no rows; give a file with rows")
@@ -191,6 +191,19 @@ def _numbered_lines(file) -> Iterator[tuple[str, str]]:
     longest = LONGEST_DOCUMENT if tables.file_kind(file) == "json" else tables.LONGEST_LINE
     for number, line in enumerate(tables.lines_of(file, longest=longest), 1):
         yield f"line {number:,}", line.rstrip("\r\n")
+
+
+def _lines_with_text(file, title) -> Iterator[tuple[str, str]]:
+    """The lines of a text file that are not empty, each with its place; says how many others there are."""
+    empty = 0
+    for place, line in _numbered_lines(file):
+        if line.strip():
+            yield place, line
+        else:
+            empty += 1
+    if empty:
+        what = counted(empty, "empty line is", "empty lines are")
+        logger.info(f"{title:.40}: {what} left out, so that rows do not have the numbers of their lines")
 
 
 def _rows_of_document(file, lines, title) -> Iterator[tuple[str, dict]]:

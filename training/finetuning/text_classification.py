@@ -164,11 +164,19 @@ class MultiLabelClassification(TextTask):
             return [name_of(entry, self.label_column, split.class_names.get(self.label_column)) for entry in entries]
         for column in columns:
             if cells.get(column) not in (0, 1, "0", "1", "0.0", "1.0"):
-                raise ValueError(f"column {column!r:.100} holds {cells.get(column)!r:.100}; write 0 or 1")
+                raise ValueError(
+                    f"column {column!r:.100} holds {cells.get(column)!r:.100}; write 0 or 1, or take the row out"
+                )
         return [column for column in columns if float(cells[column]) == 1]
 
     def learn(self, train):
         labels = [row.label for row in train.rows]
+        doubled = next((row for row in train.rows if len(set(row.label)) < len(row.label)), None)
+        if doubled and set().union(*labels) <= {"0", "1"}:
+            raise UserError(
+                f"{train.title}, {doubled.place}: column {self.label_column!r:.100} holds {doubled.label!r:.40}, as a "
+                f"yes or no for each label; write the names of the labels, or a column of 0 and 1 for each"
+            )
         first = set(labels[0])
         if all(set(names) == first for names in labels):
             raise UserError(

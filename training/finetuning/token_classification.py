@@ -119,7 +119,11 @@ class TokenClassification(Task):
                 labels[positions] = [self.number_of[tags[word]] for word in firsts]
             features.append({**inputs, "labels": labels.tolist()})
             windows.append(Window(number, positions, words))
-        return Features(features, windows, note_of_windows(split, windows, max_seq_length))
+        note = note_of_windows(split, windows, max_seq_length)
+        if no_token := sum(map(len, texts)) - len(seen):
+            what = f"{counted(no_token, 'word')} of unseen signs alone, which the model does not see: {self.default!r}"
+            note = f"{note}; {what}" if note else what
+        return Features(features, windows, note)
 
     def loss(self, logits, labels):
         return super().loss(logits.flatten(0, 1), labels.flatten())
