@@ -266,7 +266,7 @@ def test_wrong_rows_get_one_line_and_nothing_is_written(case, trained, tmp_path,
 
 
 OPTIONS = [  # options, words of the error line
-    ("", ["task None: give one of text-classification"]),
+    ("", ["--task is missing: give one of text-classification"]),
     ("--task clasification --train_file x", ["task 'clasification': give one of"]),
     ("--task classification", ["train_file is missing; give --train_file FILE, or --dataset ID"]),
     ("--task classification --train_file nowhere.csv", ["train_file nowhere.csv"]),

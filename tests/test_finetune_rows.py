@@ -164,6 +164,22 @@ def test_minus_one_says_that_there_is_no_label_where_the_dataset_names_the_class
     assert labels_of(splits["train"]) == ["no", "yes", "yes"]
 
 
+@pytest.mark.parametrize("names", [("0", "1"), ("1", "0"), ("0", "positive")])
+def test_a_dataset_whose_classes_are_called_by_numbers_has_the_classes_of_a_named_task(names, tmp_path):
+    rows = labelled(0, 1, 1)
+    dataset = saved(tmp_path / "set", names_of_labels(*names), train=rows)
+    task, splits = load(None, "sst2", dataset=dataset, text_column="text")
+    assert task.classes == ["negative", "positive"]
+    called = {"0": "negative", "1": "positive"}
+    assert labels_of(splits["train"]) == [called.get(names[row["label"]], names[row["label"]]) for row in rows]
+
+
+def test_a_number_that_a_named_task_has_no_class_for_is_refused(tmp_path):
+    dataset = saved(tmp_path / "set", names_of_labels("0", "1", "2"), train=labelled(0, 1, 2))
+    with pytest.raises(UserError, match="'2' beside labels of --task sst2"):
+        load(None, "sst2", dataset=dataset, text_column="text")
+
+
 def classes_in(folder, names, numbers):
     """What is read of a saved dataset whose classes have these names."""
     dataset = saved(folder, names_of_labels(*names), train=labelled(*numbers))

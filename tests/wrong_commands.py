@@ -43,6 +43,8 @@ AT_ONCE = [
     ("evaluate run --corpus books --mlm_probability 0", "mlm_probability"),
     ("evaluate run --blimp pairs --score mean", "--score"),
     ("publish run me/x --public=maybe", "--public"),
+    ("publish run me/x --public maybe", "--public"),
+    ("pretrain --packing no", "--packing"),
     ("publish run 'me/x y' --dry_run", "'me/x y'"),
     # Lists and schedules.
     ("pretrain --source_weights 1 2", "source_weights"),
@@ -68,6 +70,7 @@ AT_ONCE = [
     ("pretrain --validation_split test", "validation_split"),
     ("pretrain --validation_corpus books --validation_fraction 0.2", "validation_fraction"),
     ("prepare --max_steps 3", "--max_steps"),
+    ("finetune run --train_file file.txt", "--task"),
     ("prepare --check tokens --corpus books", "corpus"),
     ("prepare --corpus books --output_dir out --max_documents 1000000000000000000000000000000", "max_documents"),
     ("prepare --corpus books --output_dir out --min_frequency 1000000000000000000000000000000", "min_frequency"),

@@ -12,10 +12,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from d2l_bert.folders import short_hash
-from d2l_bert.messages import UserError, explained, shortened
+from d2l_bert.messages import UserError, explained, short_name, shortened
 from d2l_bert.records import read_record
 from d2l_bert.tokenization import wordpiece
-from d2l_bert.tokenization.account import Account, counts_line, document_lines, odd_counts, packed, short_name
+from d2l_bert.tokenization.account import Account, counts_line, document_lines, odd_counts, packed
 from d2l_bert.tokenization.cache import cache_folder, cached
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
 from d2l_bert.tokenization.coverage import (

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet
 
-from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, shortened
+from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, short_name, shortened
 
 
 logger = logging.getLogger(__name__)
@@ -670,7 +670,7 @@ def _cell_rows(file, columns, separator, is_tsv):
         header = re.sub('"[^"]*"', "", first)
         between = declared[1] if declared else max(",;\t|", key=header.count)
         if between != ",":
-            logger.info(f"{file}: the separator is {between!r}, as the first line shows")
+            logger.info(f"{short_name(file.name)}: the separator is {between!r}, as the first line shows")
     rows = _numbered_cells(file, between, is_tsv)
     if declared:
         next(rows)

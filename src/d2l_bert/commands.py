@@ -19,12 +19,17 @@ from d2l_bert import folders, messages, options
 COMMANDS: dict[str, SimpleNamespace] = {}
 
 
-def command(usage: str, *arguments: tuple, one_of: tuple = (), options_class: str = "") -> Callable:
+# The groups of commands, as `d2l-bert --help` lists them.
+TRAIN, MEASURE, USE, SHARE = "train", "measure", "use", "share"
+
+
+def command(group: str, usage: str, *arguments: tuple, one_of: tuple = (), options_class: str = "") -> Callable:
     """
     Make a function a command. It is called with the parsed arguments. Its docstring is the command's help, and the
     first sentence stands in the list of commands.
 
     Args:
+        group: one of the groups above.
         usage: what follows the command's name.
         arguments: from `argument`.
         one_of: arguments of which exactly one must be given.
@@ -34,7 +39,12 @@ def command(usage: str, *arguments: tuple, one_of: tuple = (), options_class: st
 
     def add(function):
         COMMANDS[function.__name__.removesuffix("_command").replace("_", "-")] = SimpleNamespace(
-            function=function, usage=usage, arguments=arguments, one_of=one_of, options_class=options_class
+            function=function,
+            group=group,
+            usage=usage,
+            arguments=arguments,
+            one_of=one_of,
+            options_class=options_class,
         )
         return function
 
@@ -80,6 +90,7 @@ def config_of(arguments):
 
 
 @command(
+    TRAIN,
     "--output_dir DIR [OPTIONS] | --check DIR...",
     one_of=(
         argument("--output_dir", "DIR", "a new folder to write into"),
@@ -115,7 +126,7 @@ def prepare_command(arguments) -> None:
     messages.show(f"train on it: d2l-bert pretrain --corpus {arguments.output_dir}")
 
 
-@command("[OPTIONS]")
+@command(TRAIN, "[OPTIONS]")
 def pretrain_command(arguments) -> None:
     """Pretrain a BERT from text.
 
@@ -192,6 +203,7 @@ def _refuse_what_is_fixed(arguments, run):
 
 
 @command(
+    MEASURE,
     "MODEL... (--corpus PATH... | --dataset ID... | --blimp DIR) [OPTIONS]",
     MODELS,
     options_class="training.evaluation.config.EvaluateConfig",
@@ -210,15 +222,27 @@ def evaluate_command(arguments) -> None:
 
 
 @command(
-    "MODEL --task TASK --train_file FILE [OPTIONS]", MODEL, options_class="training.finetuning.config.FinetuneConfig"
+    TRAIN,
+    "MODEL --task TASK --train_file FILE [OPTIONS]",
+    MODEL,
+    options_class="training.finetuning.config.FinetuneConfig",
 )
 def finetune_command(arguments) -> None:
     """Train a pretrained model for a task.
 
     MODEL is a folder or an id on the Hub: a d2l-bert model or any stock encoder. The files are tables (.csv, .tsv,
-    .jsonl, .parquet, .json, .conll) with columns of texts and labels. The output folder then holds the model, the
-    figures of every seed, the predictions for the test rows, pictures and a model card. docs/finetune.md has a command
-    for each kind of task.
+    .jsonl, .parquet, .json, .conll). Their columns by --task, unless options name others:
+
+      text-classification         text, and text_pair if it is there; label
+      multi_label_classification  text, and text_pair if it is there; label, or several columns of 0 and 1
+      regression                  text, and text_pair if it is there; label, a number
+      token-classification        tokens or words; ner_tags, tags, labels or label, with a tag for each word
+      question-answering          question; context; answers
+      multiple-choice             context, question or both; choices; label
+
+    The output folder then holds the model, the figures of every seed, the predictions for the test rows, pictures and
+    a model card. docs/finetune.md has a command for each task.
+    Needs pip install 'd2l-bert[finetune]'.
     """
     from d2l_bert.training.finetuning.train import finetune
 
@@ -227,6 +251,7 @@ def finetune_command(arguments) -> None:
 
 
 @command(
+    USE,
     "MODEL FILE --output FILE [OPTIONS]",
     MODEL,
     argument("file", "FILE", "rows to predict: a table, or a text in each line; - for stdin"),
@@ -249,6 +274,7 @@ def predict_command(arguments) -> None:
 
 
 @command(
+    USE,
     "MODEL TEXT... [--top_k N]",
     MODEL,
     argument("text", "TEXT", 'such as "It was a [MASK] night."', nargs="+"),
@@ -263,6 +289,7 @@ def fill_mask_command(arguments) -> None:
 
 
 @command(
+    USE,
     "MODEL A B",
     MODEL,
     argument("first", "A", "a text"),
@@ -281,6 +308,7 @@ def next_sentence_command(arguments) -> None:
 
 
 @command(
+    USE,
     "MODEL FILE --output FILE | --nearest TEXT [OPTIONS]",
     MODEL,
     argument("file", "FILE", "a file with a text in each line; - for stdin"),
@@ -299,6 +327,7 @@ def embed_command(arguments) -> None:
 
 
 @command(
+    USE,
     "MODEL TEXT [TEXT_B] [--output FILE.png] [--layer N] [--head N] | MODEL TEXT TEXT_B --word WORD",
     MODEL,
     argument("first", "TEXT", "a text"),
@@ -334,6 +363,7 @@ def attention_command(arguments) -> None:
 
 
 @command(
+    SHARE,
     "SRC DST --from d2l --num_attention_heads N [--vocab FILE] | --from bert | --to bert | --to d2l",
     argument("source", "SRC", "the checkpoint: a file, a folder, or an id on the Hub"),
     argument("target", "DST", "a new folder to write into"),
@@ -380,6 +410,7 @@ def convert_command(arguments) -> None:
 
 
 @command(
+    SHARE,
     "MODEL DIR [--task NAME] [OPTIONS]",
     argument("source", "MODEL", MODEL_HELP),
     argument("target", "DIR", "a new folder to write into"),
@@ -415,6 +446,7 @@ def export_command(arguments) -> None:
 
 
 @command(
+    USE,
     "MODEL... [--port N]",
     MODELS,
     argument("--port", "N", "port on 127.0.0.1 (7860)", kind=int, default=7860),
@@ -434,6 +466,7 @@ def demo_command(arguments) -> None:
 
 
 @command(
+    SHARE,
     "DIR REPO_ID [OPTIONS]",
     argument("folder", "DIR", "the output folder of pretrain, finetune, convert or export"),
     argument("repo_id", "REPO_ID", "owner/name, or a name under your account"),

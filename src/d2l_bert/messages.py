@@ -285,6 +285,11 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
+def short_name(name: str) -> str:
+    """The name of a text or of a file, short enough for a line of what was read."""
+    return shortened(name, 40)
+
+
 SECONDS_BETWEEN_LINES = 60
 
 

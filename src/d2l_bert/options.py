@@ -54,7 +54,7 @@ def option(
         metavar: the name of the value in `--help`.
         within: the interval of a number, such as `[0, 1)`: at least 0 and below 1. `inf)` stands for the largest
             number that an option may have (`MOST_WHOLE`, `MOST`).
-        common: whether `--help` shows the option, and not only `--help-all`.
+        common: whether `--help` shows the option, and not only `--help_all`.
         needs: another option without which this one has no effect.
         needs_value: the value that the option in `needs` must have, if not just any.
     """
@@ -408,6 +408,32 @@ def add_option(
         how = {"nargs": "+", "action": "extend"}
     line = argparse.SUPPRESS if help is None else help_line(help, default)
     group.add_argument(f"--{name}", default=argparse.SUPPRESS, help=line, metavar=metavar, type=read, **how)
+
+
+def may_stand_bare(flag: argparse.Action) -> bool:
+    """Whether a flag is one of true or false, and so may stand without a value."""
+    return flag.const is True
+
+
+def with_true_at_bare_flags(words: list[str], flags: dict[str, argparse.Action]) -> list[str]:
+    """
+    The words of a command line, with `=true` at each flag of true or false that no value follows.
+
+    argparse would take the next word for the value: in `publish --dry_run my-bert me/x` the folder.
+
+    Args:
+        flags: of the command, by their names.
+    """
+    end = words.index("--") if "--" in words else len(words)  # what follows is no flag
+    completed = list(words)
+    for place, word in enumerate(words[:end]):
+        if word not in flags or not may_stand_bare(flags[word]):
+            continue
+        try:
+            flags[word].type("".join(words[place + 1 : place + 2]))
+        except argparse.ArgumentTypeError:
+            completed[place] = f"{word}=true"
+    return completed
 
 
 def help_line(help: str, default: object) -> str:

@@ -275,7 +275,7 @@ class FinetuneConfig(Options):
         ["none"], "trackers, such as tensorboard or wandb; none for none", OUTPUT, identity=False, metavar="NAME"
     )
     license: str | None = option_of(
-        PretrainConfig, "license", help="licence of the model, for its card (a Hub identifier)"
+        PretrainConfig, "license", help="licence of the model, for its card (a Hub identifier)", common=True
     )
     push_to_hub: bool = option_of(PretrainConfig, "push_to_hub")
     hub_model_id: str | None = option_of(PretrainConfig, "hub_model_id")
@@ -291,7 +291,8 @@ class FinetuneConfig(Options):
             check_license(self.license)
         yield from super().contradictions(given)
         if self.task not in (*TASKS, *NAMED):
-            yield f"task {self.task!r}: give one of {', '.join(TASKS)}; or {', '.join(NAMED)}"
+            wrong = "--task is missing" if self.task is None else f"task {self.task!r}"
+            yield f"{wrong}: give one of {', '.join(TASKS)}; or {', '.join(NAMED)}"
         if not all(0 < rate <= 100 for rate in rates) or len(set(rates)) < len(rates):
             yield (
                 f"learning_rate takes numbers above 0 and at most 100, each once, got {' '.join(self.learning_rate)}"

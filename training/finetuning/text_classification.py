@@ -105,7 +105,9 @@ class TextClassification(TextTask):
         # The order of the classes: that of the column of labels in a dataset; else that of the data set which `task`
         # names, unless the rows have other classes; else `learn_classes` sorts them.
         in_rows = {row.label for row in train.rows} - {None}
-        of_column = train.class_names.get(self.label_column)
+        of_column = train.class_names.get(self.label_column, [])
+        if not in_rows.issubset(of_column):
+            of_column = []  # numbers, in whose place `label_in` has put the names of the data set that `task` names
         unknown = sorted(in_rows.difference(self.classes_of_data_set))
         if of_column:
             self.learn_classes(train, in_rows, of_column)
