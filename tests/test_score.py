@@ -297,7 +297,7 @@ def test_predict_needs_no_scikit_learn_and_what_measures_says_so(models, tmp_pat
         monkeypatch.setitem(sys.modules, library, None)
     for task in ROWS:
         file = write_table(tmp_path / f"{task}.jsonl", ROWS[task](3, 7))
-        assert main(["predict", str(models(task)), str(file), f"--output={tmp_path / task}.jsonl"]) == 0
+        assert main(["predict", str(models(task)), str(file), f"--output={tmp_path / task}-new.jsonl"]) == 0
     assert "d2l-bert[finetune]" in fails("evaluate", models(task), f"--test_file={file}")
     options = [f"--task={task}", f"--train_file={file}", f"--output_dir={tmp_path / 'out'}"]
     assert "d2l-bert[finetune]" in fails("finetune", models(task), *options)
