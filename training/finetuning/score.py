@@ -14,10 +14,11 @@ from d2l_bert import folders
 from d2l_bert.messages import UserError, counted, explained, shortened
 from d2l_bert.model_cards import card, figures, pictures
 from d2l_bert.modeling import loading
+from d2l_bert.modeling.records import RunRecord
 from d2l_bert.tokenization.files import STDIN
 from d2l_bert.training import processes
 from d2l_bert.training.finetuning import account, intervals, scoring
-from d2l_bert.training.finetuning.config import TASKS_WITH_OPTION, ScoreConfig
+from d2l_bert.training.finetuning.config import ScoreConfig
 from d2l_bert.training.finetuning.intervals import Estimate
 from d2l_bert.training.finetuning.outputs import outputs_of
 from d2l_bert.training.finetuning.predict import check_model, read_rows, restored_task
@@ -77,6 +78,7 @@ class Score:
     folder: Path | None
 
 
+@processes.restore_host_settings()
 def score(name: str, config: ScoreConfig) -> Score:
     """
     Measure a model of `finetune` on labelled rows, on all launched processes.
@@ -99,12 +101,7 @@ def score(name: str, config: ScoreConfig) -> Score:
         if config.output_dir:
             folders.check_new_folder(Path(config.output_dir))
         record = loading.read_run_record(name)
-        task = restored_task(name, record, config)
-        _take_label_separator(task, config)
-        if len(config.label_column) > 1 and task.config.task_type != "multi_label_classification":
-            raise UserError("label_column: several columns are for multi_label_classification; name one")
-        with explained(f"{name}: run_config.json", "", ValueError):
-            task.read_labels(config.label_column)
+        task = labelled_task(name, record, config)
         split = read_labelled_rows(task, config)
         for line in account.lines_about_labelled_rows(task, split.columns, split.rows):
             logger.info(line)
@@ -118,13 +115,24 @@ def score(name: str, config: ScoreConfig) -> Score:
     return processes.on_main(_measure_and_write, name, config, task, split, row_results, mistakes)
 
 
-def _take_label_separator(task, config) -> None:
-    """Give the task the separator of labels in these rows, if it is another one than that of the training."""
-    if config.label_separator is None:
-        return
-    if task.config.task_type not in TASKS_WITH_OPTION["label_separator"]:
-        raise UserError("label_separator is for a model of multi_label_classification; leave it out")
-    task.config.label_separator = config.label_separator
+def labelled_task(name: str, record: RunRecord, config: ScoreConfig) -> Task:
+    """
+    The task of a model, as of `restored_task`, which reads labels by the options.
+
+    Raises:
+        UserError: as there; or an option about labels is not for this task.
+    """
+    task = restored_task(name, record, config)
+    if task.config.task_type != "multi_label_classification":
+        if len(config.label_column) > 1:
+            raise UserError("label_column: several columns are for multi_label_classification; name one")
+        if config.label_separator is not None:
+            raise UserError("label_separator is for a model of multi_label_classification; leave it out")
+    if config.label_separator is not None:
+        task.config.label_separator = config.label_separator
+    with explained(f"{name}: run_config.json", "", ValueError):
+        task.read_labels(config.label_column)
+    return task
 
 
 def read_labelled_rows(task: Task, config: ScoreConfig) -> Split:
@@ -151,7 +159,7 @@ def _measure_and_write(name, config, task, split, row_results, mistakes) -> Scor
         confusion=confusion_table(sides) if sides else [],
         by_class=scoring.report_by_class(*sides) if sides else {},
         wrong=None if task.problem_type == "regression" else int(np.isfinite(mistakes).sum()),
-        notes=notes_on(split, sides),
+        notes=notes_on(split),
         folder=Path(config.output_dir) if config.output_dir else None,
     )
     if found.folder:
@@ -165,13 +173,12 @@ def in_order(task: Task, estimates: dict[str, Estimate]) -> dict[str, Estimate]:
     return {name: estimates[name] for name in task.metrics_shown}
 
 
-def notes_on(split: Split, sides: scoring.Sides | None) -> list[str]:
+def notes_on(split: Split) -> list[str]:
     """What these rows cannot show."""
     notes = []
     if len(split.rows) == 1:
         notes.append("one row shows next to nothing: a bootstrap needs several, and Wilson's interval is wide")
-    is_one_of_several = sides is not None and np.ndim(sides.true) == 1
-    classes = set(sides.true) if is_one_of_several else set()
+    classes = {row.label for row in split.rows if isinstance(row.label, str)}
     if len(classes) == 1 and len(split.rows) > 1:
         notes.append(
             f"every row has the label {shortened(classes.pop(), LONGEST_NAME)!r}: these rows do not show how well the "
