@@ -94,8 +94,9 @@ def bootstrap(values: dict[str, float], rows: int, figures_of: Callable) -> dict
     """
     Figures with the standard deviation of `DRAWS` draws, and their BCa interval (Efron, 1987).
 
-    BCa is the interval of percentiles, corrected for bias and skewness. On 100 rows it holds the true value of F1
-    and correlations in 93 to 96 % of simulations, plain percentiles in 90 to 95 % (tests/test_intervals.py).
+    BCa is the interval of percentiles, corrected for bias and skewness. Of simulated samples of 100 rows, 90 and 97 %
+    of them right, it holds the true F1 or Matthews correlation in 93 to 95 %, plain percentiles in 90 to 95 %; where
+    no row is wrong, as in 5 % of the samples at 97 %, no interval counts as one that misses.
 
     Args:
         values: of all rows.
