@@ -1,6 +1,7 @@
 """`d2l-bert evaluate --test_file`: a fine-tuned model on labelled rows; the last lines of `finetune`."""
 
 import csv
+import io
 import json
 import random
 import re
@@ -10,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 import scipy.stats
-from finetuning import ROWS, file_options, finetune, read_csv
+from finetuning import ROWS, file_options, finetune, read_csv, saved
 from sklearn import metrics
 from test_recorded_folders import RECORD, predictions
 from text_sources import write_table
@@ -326,3 +327,20 @@ def test_finetune_ends_with_standard_errors_and_a_command_that_works(trained, tm
     words = shlex.split(re.search(r"^next: d2l-bert (.*)$", said, re.MULTILINE)[1])
     assert main(words) == 0
     assert len(read_csv(tmp_path / words[-1])) == 30
+
+
+@pytest.mark.slow
+def test_of_a_data_set_without_test_rows_the_command_predicts_a_row_that_it_brings(
+    trained, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    rows = ROWS["multiple-choice"](20, 0)
+    options = ["--task=multiple-choice", "--max_steps=2", f"--dataset={saved(tmp_path / 'set', train=rows)}"]
+    finetune(trained, tmp_path / "it's tuned", *options)
+    command = re.search(r"^next: (.*)$", capsys.readouterr().out, re.MULTILINE)[1]
+    echo, row, pipe, _, *words = shlex.split(command)
+    assert (echo, pipe) == ("echo", "|")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(row.encode())))
+    assert main(words) == 0
+    (predicted,) = read_csv(tmp_path / words[-1])
+    assert json.loads(predicted["choices"]) == json.loads(row)["choices"]
