@@ -62,9 +62,8 @@ def write_folder(plan: Plan, record: dict, model, row_results: dict, outcome: Ou
         metrics["pictures"] = {card.CURVES_FILE: "Loss and metric over the steps"}
         reported = plan.reported_by_class()
         if reported:
-            metrics["standard_errors"] = {
-                reported: standard_errors(plan.task, plan.splits[reported], row_results[reported])
-            }
+            errors = standard_errors(plan.task, plan.splits[reported], row_results[reported])
+            metrics[figures.STANDARD_ERRORS] = {reported: errors}
         sides = plan.task.sides(plan.splits[reported], row_results[reported]) if reported else None
         if sides:
             metrics["classification_report"] = {reported: scoring.report_by_class(*sides)}
@@ -107,21 +106,24 @@ def report(plan: Plan, record: dict, metrics: dict, steps: int) -> str:
 def next_command(plan: Plan) -> str:
     """A command of `predict` that works as it stands, on rows that this run has read."""
     config = plan.config
-    rows = config.test_file or config.validation_file or config.train_file
-    separator = [] if config.separator == "auto" else ["--separator", config.separator]
-    if rows is None:
-        separator = []
-        has_table = "test" in plan.splits
-        rows = str(plan.folder / run_folder.PREDICTIONS_FILE) if has_table else STDIN
+    words = ["d2l-bert", "predict", str(plan.folder)]
+    piped = ""
+    file = config.test_file or config.validation_file or config.train_file
+    if file is not None:
+        words.append(file)
+        if config.separator != "auto":
+            words += ["--separator", config.separator]
+    elif "test" in plan.splits:  # of a dataset
+        words.append(str(plan.folder / run_folder.PREDICTIONS_FILE))
+    else:
+        words.append(STDIN)
+        piped = f"echo {shlex.quote(row_as_json(plan))} | "
     output = Path("predicted.csv")
     number = 1
     while output.exists():
         number += 1
         output = Path(f"predicted-{number}.csv")
-    command = shlex.join(["d2l-bert", "predict", str(plan.folder), rows, *separator, "--output", str(output)])
-    if rows == STDIN:
-        return f"echo {shlex.quote(row_as_json(plan))} | {command}"
-    return command
+    return piped + shlex.join([*words, "--output", str(output)])
 
 
 def row_as_json(plan: Plan) -> str:

@@ -87,7 +87,8 @@ class Task:
         usual_columns: by the option that names a column, its usual names; the columns of texts stand in the order in
             which the model reads their texts.
         columns: by the option, the columns of this run, which `find_columns` finds, in the same order.
-        reads_labels: whether `read` reads labels; a task that was restored, as in `predict`, does not.
+        reads_labels: whether `read` reads labels; a task that was restored, as in `predict`, does not before
+            `read_labels`.
         classes: the names of the classes in the order of their numbers, which `learn` finds; [] for tasks without.
         number_of: by the name of a label, its number; {} for tasks without classes or choices.
         settings: the fields of the model's configuration that the task decides: `num_labels`, `id2label`, ...
