@@ -48,10 +48,10 @@ def test_figures_of_several_labels_are_scikit_learns(drawn):
     generator, counts = drawn
     true = generator.integers(2, size=(40, 4))
     predicted = np.where(generator.random((40, 4)) < 0.7, true, 1 - true)
-    as_float = [true.astype(np.float32), predicted.astype(np.float32), (true * predicted).astype(np.float32)]
+    places = [np.array(np.nonzero(table)) for table in (true, predicted, true & predicted)]
     sides = (repeated(true, counts), repeated(predicted, counts))
     expected = {average: metrics.f1_score(*sides, average=average) for average in ("micro", "macro")}
-    found = intervals.multilabel_figures(counts, *as_float)
+    found = intervals.multilabel_figures(counts, *places, labels=4)
     assert found == pytest.approx({"f1": expected["micro"], "macro_f1": expected["macro"]})
 
 

@@ -179,17 +179,20 @@ def class_figures(counts: np.ndarray, true: np.ndarray, predicted: np.ndarray, c
     }
 
 
-def multilabel_figures(counts: np.ndarray, true: np.ndarray, predicted: np.ndarray, both: np.ndarray) -> dict:
+def multilabel_figures(
+    counts: np.ndarray, true: np.ndarray, predicted: np.ndarray, both: np.ndarray, labels: int
+) -> dict[str, float]:
     """
     As `scoring.multilabel_metrics`, without `exact_match`, a share of rows.
 
     Args:
-        true, predicted, both: 0 or 1 for each row and label (N, C), in float32, whose products are fast.
+        true, predicted, both: the row and the label (2, K) of each label that a row has, gets, or has and gets; the
+            table of all rows and labels is mostly empty.
+        labels: how many labels there are.
     """
-    counts = counts.astype(np.float32)
-    right = counts @ both  # (C,)
-    of_true = counts @ true  # (C,)
-    of_predicted = counts @ predicted  # (C,)
+    of_true = np.bincount(true[1], counts[true[0]], labels)
+    of_predicted = np.bincount(predicted[1], counts[predicted[0]], labels)
+    right = np.bincount(both[1], counts[both[0]], labels)
     return {
         "f1": float(_f1(right.sum(), of_true.sum(), of_predicted.sum())),
         "macro_f1": float(_f1(right, of_true, of_predicted).mean()),

@@ -239,9 +239,15 @@ class MultiLabelClassification(TextTask):
         return scoring.multilabel_metrics(self.targets(split), self.predicted(row_results))
 
     def resampled(self, split, row_results):
-        true = self.targets(split).astype(np.float32)
-        predicted = self.predicted(row_results).astype(np.float32)
-        return functools.partial(intervals.multilabel_figures, true=true, predicted=predicted, both=true * predicted)
+        true = self.targets(split)
+        predicted = self.predicted(row_results)
+        return functools.partial(
+            intervals.multilabel_figures,
+            true=np.array(np.nonzero(true)),
+            predicted=np.array(np.nonzero(predicted)),
+            both=np.array(np.nonzero(true & predicted)),
+            labels=len(self.classes),
+        )
 
     def mistakes(self, split, features, logits, row_results):
         """The probability of the surest one of a row's labels that is wrong: that it has, or that it has not."""
