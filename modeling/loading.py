@@ -25,10 +25,10 @@ from .records import RunRecord
 COMMANDS_OF_HEADS = {
     "ForMaskedLM": "evaluate, fill-mask, ",
     "ForNextSentencePrediction": "next-sentence, ",
-    "ForSequenceClassification": "predict, ",
-    "ForTokenClassification": "predict, ",
-    "ForQuestionAnswering": "predict, ",
-    "ForMultipleChoice": "predict, ",
+    "ForSequenceClassification": "evaluate --test_file, predict, ",
+    "ForTokenClassification": "evaluate --test_file, predict, ",
+    "ForQuestionAnswering": "evaluate --test_file, predict, ",
+    "ForMultipleChoice": "evaluate --test_file, predict, ",
 }
 
 

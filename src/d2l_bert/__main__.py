@@ -295,6 +295,10 @@ def _add_arguments(parser, name, command, argv):
         config = config_class()
         parser.set_defaults(config=config)
         options.add_options(parser, config, shows_all)
+        if command.other_class:
+            other = pkgutil.resolve_name(f"d2l_bert.{command.other_class}")()
+            parser.set_defaults(other_config=other)
+            options.add_options(parser, other, shows_all, but=vars(config))
 
 
 def _add_recipe(parser, argv, shows_all):

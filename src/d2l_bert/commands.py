@@ -23,7 +23,9 @@ COMMANDS: dict[str, SimpleNamespace] = {}
 TRAIN, MEASURE, USE, SHARE = "train", "measure", "use", "share"
 
 
-def command(group: str, usage: str, *arguments: tuple, one_of: tuple = (), options_class: str = "") -> Callable:
+def command(
+    group: str, usage: str, *arguments: tuple, one_of: tuple = (), options_class: str = "", other_class: str = ""
+) -> Callable:
     """
     Make a function a command. It is called with the parsed arguments. Its docstring is the command's help, and the
     first sentence stands in the list of commands.
@@ -35,6 +37,7 @@ def command(group: str, usage: str, *arguments: tuple, one_of: tuple = (), optio
         one_of: arguments of which exactly one must be given.
         options_class: the dataclass whose fields become flags, by its name in `d2l_bert`, by which `__main__` imports
             it: `inference.config.EmbedConfig`. `pretrain` has none: its flags are those of a recipe.
+        other_class: a dataclass whose further fields become flags, too, of a command that does two things.
     """
 
     def add(function):
@@ -45,6 +48,7 @@ def command(group: str, usage: str, *arguments: tuple, one_of: tuple = (), optio
             arguments=arguments,
             one_of=one_of,
             options_class=options_class,
+            other_class=other_class,
         )
         return function
 
@@ -66,15 +70,18 @@ MODEL = argument("model", "MODEL", MODEL_HELP)
 MODELS = argument("model", "MODEL", MODEL_HELP, nargs="+")
 
 
-def given_options(arguments) -> dict:
+def given_options(arguments, config=None) -> dict:
     """
     The options of the command that were given, by name.
 
     The parser leaves a flag that is not given out of the arguments (`argparse.SUPPRESS`). An argument without dashes,
     such as MODEL, is given, and fills the field of its name.
+
+    Args:
+        config: the object whose fields they are; None for `arguments.config`.
     """
     given = {}
-    for field in dataclasses.fields(arguments.config):
+    for field in dataclasses.fields(config or arguments.config):
         if field.name in arguments:
             given[field.name] = getattr(arguments, field.name)
     return given
@@ -204,21 +211,44 @@ def _refuse_what_is_fixed(arguments, run):
 
 @command(
     MEASURE,
-    "MODEL... (--corpus PATH... | --dataset ID... | --blimp DIR) [OPTIONS]",
+    "MODEL... (--corpus PATH... | --dataset ID... | --blimp DIR | --test_file FILE) [OPTIONS]",
     MODELS,
     options_class="training.evaluation.config.EvaluateConfig",
+    other_class="training.finetuning.config.ScoreConfig",
 )
 def evaluate_command(arguments) -> None:
-    """Measure models on a text and on minimal pairs.
+    """Measure models on a text, on minimal pairs, or on labelled rows.
 
     MODEL is any masked language model that AutoModelForMaskedLM loads, a folder or an id on the Hub: a d2l-bert model,
     a stock BERT, a RoBERTa, ... A text gives the MLM loss, perplexity and accuracies, those of NSP or SOP for a model
     with that head, and the pseudo-perplexity of a word; --blimp gives accuracies on minimal pairs. docs/evaluate.md
     defines every figure.
+
+    A model that d2l-bert finetune has left is measured on labelled rows, a table as for finetune, by --test_file: its
+    figures with their standard errors, the confusion of classes, and the rows that are wrong.
     """
+    if "test_file" in arguments:
+        _score_command(arguments)
+        return
+    for name in given_options(arguments, arguments.other_config):
+        if not hasattr(arguments.config, name):
+            raise messages.UserError(f"{name} is for labelled rows; give them with --test_file, or leave {name} out")
     from d2l_bert.training.evaluation.evaluate import evaluate
 
     evaluate(arguments.model, config_of(arguments))
+
+
+def _score_command(arguments):
+    """`evaluate --test_file`."""
+    from d2l_bert.training.finetuning import score
+
+    for name in given_options(arguments, arguments.config):
+        if not hasattr(arguments.other_config, name):
+            raise messages.UserError(f"{name} is not for labelled rows, and test_file gives some; leave {name} out")
+    if len(arguments.model) > 1:
+        raise messages.UserError("test_file is for one model; name one")
+    config = dataclasses.replace(arguments.other_config, **given_options(arguments, arguments.other_config))
+    messages.report.info("\n".join(score.lines_of_score(score.score(arguments.model[0], config))))
 
 
 @command(

@@ -8,7 +8,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -346,18 +346,21 @@ def _truth(text):
 # The flags
 
 
-def add_options(parser: argparse.ArgumentParser, config: Options, shows_all: bool) -> None:
+def add_options(
+    parser: argparse.ArgumentParser, config: Options, shows_all: bool, but: Container[str] = ("recipe", "model")
+) -> None:
     """
-    Add a flag for each option but `recipe` and `model`, in the option's group; its help shows the value.
+    Add a flag for each option, in the option's group; its help shows the value.
 
     Args:
         config: an object of a dataclass of options.
         shows_all: whether the help shows all options, not only the common ones.
+        but: the names of options that get no flag here: `__main__` adds `--recipe`, and MODEL has no dashes.
     """
     kinds = typing.get_type_hints(type(config))
     groups = {}
     for field in dataclasses.fields(config):
-        if field.name in ("recipe", "model"):  # `__main__` adds `--recipe`, and MODEL has no dashes
+        if field.name in but:
             continue
         about = field.metadata
         title = about["group"]

@@ -37,10 +37,19 @@ def lines_about_rows(task: Task, splits: dict[str, Split]) -> list[str]:
     What a person sees at a glance, and a program cannot know to be wrong: columns, labels, a row, doubled rows.
 
     Returns:
-        At most six lines, and one for each split with rows that were left out.
+        At most seven lines, and one for each split with rows that were left out.
     """
-    rows = rows_as_given(splits)
-    lines = [line_of_columns(task, splits["train"].columns), line_of_labels(task, rows)]
+    lines = lines_about_labelled_rows(task, splits["train"].columns, rows_as_given(splits))
+    for name, split in splits.items():
+        if split.left_out:
+            what = counted(len(split.left_out), "row is", "rows are")
+            lines.append(shown_line(f"{name}: {what} left out: {split.left_out[0]}"))
+    return lines
+
+
+def lines_about_labelled_rows(task: Task, columns: list[str], rows: list[Row]) -> list[str]:
+    """As `lines_about_rows`, of rows that have these columns; at most six lines."""
+    lines = [line_of_columns(task, columns), line_of_labels(task, rows)]
     remarks = task.remarks(rows)
     if not remarks and (alike := names_alike(task.classes)):
         groups = " | ".join(_quoted(names) for names in alike)
@@ -54,10 +63,6 @@ def lines_about_rows(task: Task, splits: dict[str, Split]) -> list[str]:
             line += f"; {counted(len(several), 'text')} with several labels, as in {_places(several[0])}"
         lines.append(line)
     lines += damage_in(rows)[:1]
-    for name, split in splits.items():
-        if split.left_out:
-            what = counted(len(split.left_out), "row is", "rows are")
-            lines.append(f"{name}: {what} left out: {split.left_out[0]}")
     return list(map(shown_line, lines))
 
 

@@ -16,7 +16,7 @@ from d2l_bert.tokenization.files import STDIN
 from d2l_bert.training.finetuning import account
 from d2l_bert.training.finetuning.all_tasks import CLASSES
 from d2l_bert.training.finetuning.cells import EmptyText
-from d2l_bert.training.finetuning.config import TASKS, FinetuneConfig, PredictConfig
+from d2l_bert.training.finetuning.config import TASKS, FinetuneConfig, PredictConfig, ScoreConfig
 from d2l_bert.training.finetuning.outputs import outputs_of
 from d2l_bert.training.finetuning.rows import Row, Split, check_writable, read_file, write_predictions
 from d2l_bert.training.finetuning.tasks import Task
@@ -74,7 +74,7 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
     return f"{target}: predictions for {counted(len(with_text.rows), 'row')}{note}"
 
 
-def restored_task(name: str, record: RunRecord, config: PredictConfig) -> Task:
+def restored_task(name: str, record: RunRecord, config: PredictConfig | ScoreConfig) -> Task:
     """
     The task of a finished run, with what the run has learnt, and with the columns that the options name.
 
@@ -116,7 +116,7 @@ def restored_task(name: str, record: RunRecord, config: PredictConfig) -> Task:
     return task
 
 
-def read_rows(file: str, task: Task, config: PredictConfig, scratch: Path) -> Split:
+def read_rows(file: str, task: Task, config: PredictConfig | ScoreConfig, scratch: Path) -> Split:
     """
     The rows of a file or of the standard input, not yet read by the task.
 

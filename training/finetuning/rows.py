@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -535,12 +535,28 @@ def _write_jsonl(path, split, predicted) -> None:
 
 def _write_csv(path, split, predicted, is_for_excel) -> None:
     kept = _columns_without_bytes(split)
+    write_csv(path, _csv_rows(split, kept, predicted), is_for_excel)
+
+
+def _csv_rows(split, kept, predicted) -> Iterator[list]:
+    """The names of the columns, and the cells of each row."""
+    yield [*kept, *predicted]
+    for row, new in zip(split.rows, _new_cells(predicted, len(split.rows)), strict=True):
+        of_row = [row.cells.get(name) for name in kept]
+        yield [*of_row, *new]
+
+
+def write_csv(path: Path, table: Iterable[list], is_for_excel: bool = False) -> None:
+    """
+    Write the rows of a table as CSV, the names of the columns first.
+
+    Args:
+        is_for_excel: as in `write_predictions`.
+    """
     with path.open("w", encoding="utf-8-sig" if is_for_excel else "utf-8", newline="") as file:
         writer = csv.writer(file, delimiter=";" if is_for_excel else ",")
-        writer.writerow(_csv_cells([*kept, *predicted], is_for_excel))
-        for row, new in zip(split.rows, _new_cells(predicted, len(split.rows)), strict=True):
-            of_row = [row.cells.get(name) for name in kept]
-            writer.writerow(_csv_cells([*of_row, *new], is_for_excel))
+        for cells in table:
+            writer.writerow(_csv_cells(cells, is_for_excel))
 
 
 def _csv_cells(cells: list, is_for_excel: bool) -> list:

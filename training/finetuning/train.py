@@ -47,6 +47,7 @@ def finetune(config: FinetuneConfig) -> Path:
     Raises:
         UserError: an option, the data, the model or the output folder is wrong, or a file cannot be written.
     """
+    scoring.check_libraries("finetune")
     state = processes.start_processes()
     with processes.restore_host_settings(), without_log_messages():
         with processes.together():
