@@ -148,6 +148,13 @@ def as_folder(model: object, tokenizer: PreTrainedTokenizerBase | None = None) -
         yield str(folder)
 
 
+def title_of(model: object) -> str:
+    """What a model is called: the name that was given, or for a model in memory where it was loaded from."""
+    if isinstance(model, PreTrainedModel):
+        return model.name_or_path or "model in memory"
+    return str(model)
+
+
 def read_run_record(name: str) -> RunRecord:
     """The `run_config.json` beside a model, a folder or an id on the Hub; empty if there is none."""
     path = find_file(name, RUN_FILE)

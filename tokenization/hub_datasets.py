@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypedDict
@@ -105,10 +104,6 @@ def splits_folder(data) -> str:
         data = datasets.DatasetDict(train=as_dataset(data))
     hashes = [[split, repr(rows.features), rows_hash(rows)] for split, rows in data.items()]
     return _written_to_cache(data, short_hash(hashes))
-
-
-# The names of the folders that stand for data that a program had in memory.
-IN_MEMORY = re.compile(r"dataset-[0-9a-f]{16}")
 
 
 def _written_to_cache(data, digest):

@@ -197,7 +197,12 @@ def evaluate(
     all_models = list(models) if isinstance(models, (list, tuple)) else [models]
     with contextlib.ExitStack() as stack:
         names = [stack.enter_context(loading.as_folder(model, tokenizer)) for model in all_models]
-        return evaluation.evaluate(names, config, on_line)
+        titles = [loading.title_of(model) for model in all_models]
+        if config.update_card and titles != names:
+            raise UserError(
+                "update_card is for models in folders, and one is in memory; leave it out, or save the model"
+            )
+        return evaluation.evaluate(names, config, on_line, titles)
 
 
 @_as_a_function()

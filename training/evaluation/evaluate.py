@@ -55,6 +55,7 @@ def evaluate(
     names: Sequence[str],
     config: EvaluateConfig,
     on_line: Callable[[pseudo_likelihood.LineScore], object] | None = None,
+    titles: Sequence[str] | None = None,
 ) -> EvaluateResult:
     """
     Evaluate models on a text, on minimal pairs, or on both, in float32; or score lines by one model.
@@ -63,6 +64,7 @@ def evaluate(
         names: folders or Hub ids of masked language models.
         config: what to evaluate them on, and where to write the figures.
         on_line: takes each line as soon as it is scored, in the main process, where all would be too many to keep.
+        titles: what the models are called in results and messages; None for their names.
 
     Raises:
         UserError: something that the user can fix, in one line.
@@ -77,7 +79,7 @@ def evaluate(
             for name in names:
                 evaluations.check_updatable(name)
         accelerator = devices.make_accelerator("no")
-        models = [MaskedModel(name) for name in names]
+        models = list(map(MaskedModel, names, titles or names))
     lines = []
     content = {"models": [], "notes": []}
     if config.line_scores:
