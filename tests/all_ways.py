@@ -30,6 +30,7 @@ def train(texts: list[str], rows: datasets.DatasetDict) -> tuple[Path, Path]:
         max_seq_length=32,
         global_batch_size=8,
         callbacks=[lambda row: seen.append(row["step"])],
+        num_attention_heads=2,
         **sizes,
     )
     assert pretrained.output_dir is not None and seen == [row["step"] for row in pretrained.log]

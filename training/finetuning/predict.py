@@ -133,7 +133,7 @@ def restored_task(name: str, record: RunRecord, config: PredictConfig) -> Task:
     if "columns" not in learnt or "finetune" not in record or "max_seq_length" not in record:
         raise UserError(
             f"{name}: there is no such model, or no run_config.json of d2l-bert finetune says what it predicts; give "
-            f"a model that was fine-tuned with it"
+            f"a model that was fine-tuned with it, or use Transformers' pipeline for one that was not"
         )
     with explained(f"{name}: run_config.json", "put back that of d2l-bert finetune", ValueError, TypeError):
         # A newer version may have more options.
