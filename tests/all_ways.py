@@ -15,12 +15,7 @@ import d2l_bert
 def train(texts: list[str], rows: datasets.DatasetDict) -> tuple[Path, Path]:
     prepared: d2l_bert.PrepareResult = d2l_bert.prepare(texts, output_dir=Path("tokens"), vocab_size=np.int64(300))
     assert prepared.counts["train_documents"] > 0
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-    }
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     seen: list[float] = []
     pretrained: d2l_bert.PretrainResult = d2l_bert.pretrain(
         corpus=[prepared.output_dir],
