@@ -179,7 +179,7 @@ def run_program(lines, folder, *launcher, **options):
 
 
 @pytest.mark.slow
-def test_of_two_threads_one_trains_and_the_other_is_refused(books, tmp_path):
+def test_of_two_threads_one_trains_and_the_other_is_refused_and_training_again_gives_the_same(books, tmp_path):
     lines = f"""
 import threading
 def train(name):
@@ -196,6 +196,8 @@ train("c")
     assert done.returncode == 0, done.stderr
     words = [line.split()[0] for line in done.stdout.splitlines()]
     assert sorted(words) == ["done", "done", "refused"] and words[-1] == "done"
+    first, again = (tmp_path / line.split()[1] for line in done.stdout.splitlines() if line.startswith("done"))
+    assert (first / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
 
 
 @pytest.mark.slow
