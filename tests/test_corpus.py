@@ -251,7 +251,8 @@ def test_a_dataset_in_memory_is_read_like_its_folder_and_named_by_its_content(tm
 @pytest.mark.parametrize(
     ("dataset", "words"),
     [
-        (datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a"]})), "DatasetDict"),
+        (datasets.DatasetDict(dev=datasets.Dataset.from_dict({"text": ["a"]})), "DatasetDict .* splits: dev"),
+        (datasets.Dataset.from_dict({"text": []}), "no rows"),
         (datasets.Dataset.from_dict({"text": ["a"]}).to_iterable_dataset(), "IterableDataset"),
         (datasets.Dataset.from_dict({"body": ["a"]}), "body"),
         (datasets.Dataset.from_dict({"text": [1, 2]}), "row 1: column 'text' holds int"),

@@ -9,10 +9,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from d2l_bert.messages import UserError, counted, explained, shortened, standard_input
 from d2l_bert.tokenization import tables
+from d2l_bert.tokenization.in_memory import as_dataset, is_in_memory
 from d2l_bert.tokenization.python_docs import PYTHON_DOCS
 from d2l_bert.tokenization.text_formats import LINES_OF_FORMAT
 
@@ -223,7 +224,7 @@ def decoded(file: Path, stdin: BinaryIO | None = None, in_pieces: bool = False) 
             yield line.rstrip("\r\n")
 
 
-def lines_and_cells(file: str, text_column: str = "text", separator: str = "auto") -> Iterator[tuple[str, dict]]:
+def lines_and_cells(data: Any, text_column: str = "text", separator: str = "auto") -> Iterator[tuple[str, dict]]:
     """
     The lines of a file in order, each without the characters at its end, and the cells of each row by their columns.
 
@@ -231,8 +232,9 @@ def lines_and_cells(file: str, text_column: str = "text", separator: str = "auto
     (`tables.LINE_END`). In a table each row counts as a line. Empty lines and rows without text are empty strings.
 
     Args:
-        file: a text file as in `decoded`, or a table; `-` for text on the standard input. The file may be
-            larger than the memory; a line may have `tables.LONGEST_LINE` characters.
+        data: a text file as in `decoded`, or a table; `-` for text on the standard input. The file may be larger than
+            the memory; a line may have `tables.LONGEST_LINE` characters. Or data in memory, as in
+            `in_memory.as_dataset`, of which each row counts as a line.
         text_column: the column of text in a table, and in the cells of other lines.
         separator: between the cells of a CSV file, as in `tables.table_rows`.
 
@@ -240,6 +242,11 @@ def lines_and_cells(file: str, text_column: str = "text", separator: str = "auto
         UserError: there is no such file, or it is a folder or a `.json` file; while it is read, the file cannot be
             read, is damaged or is not text, or has no such column.
     """
+    if is_in_memory(data):
+        rows = as_dataset(data, text_column).with_format(None)
+        with_places = ((f"row {number:,}", row) for number, row in enumerate(rows, 1))
+        return tables.texts_in(with_places, text_column, explained("data in memory", "", ValueError))
+    file = str(data)
     if file == STDIN:
         return _with_cells(_texts_of_stdin(text_column), text_column)
     path = Path(file)

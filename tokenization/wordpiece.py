@@ -60,7 +60,7 @@ REPEATED_AT_ONCE = 500
 
 
 def train_wordpiece(
-    texts: Iterable[str],
+    texts: Iterable[str | Sequence[str]],
     vocab_size: int = 8192,
     lowercase: bool = True,
     strip_accents: bool | Literal["auto"] = "auto",
@@ -74,7 +74,8 @@ def train_wordpiece(
     Train a tokenizer. The same texts and options give the same files, byte for byte.
 
     Args:
-        texts: strings, read once. The memory for training grows with the number of distinct words.
+        texts: strings, or batches of strings as lists, read once. The memory for training grows with the number of
+            distinct words.
         vocab_size: most entries of the vocabulary, the five special tokens included. A small text gives fewer.
         lowercase: convert text to lower case, as `bert-base-uncased` does.
         strip_accents: remove accents and all other nonspacing marks; `auto` follows the text (`choose_rules`).
@@ -90,11 +91,23 @@ def train_wordpiece(
         options need more than BERT's rules, a `PreTrainedTokenizerFast`.
 
     Raises:
-        UserError: the texts are empty, or `vocab_size` is below the size of the alphabet.
+        UserError: the texts are empty, are one string or other values, or `vocab_size` is below the size of the
+            alphabet.
     """
-    words = count_words(texts)
+    if isinstance(texts, str):  # whose characters would be the texts
+        raise UserError("texts is one string; give a list of texts: [text]")
+    words = count_words(_each_text(texts))
     rules = choose_rules(contents_of(words), lowercase, strip_accents, pre_tokenizer, individual_digits)
     return train_on_words(words, rules, vocab_size, min_frequency, limit_alphabet, model_max_length)
+
+
+def _each_text(texts):
+    """The strings among texts and in batches of texts."""
+    for entry in texts:
+        for text in [entry] if isinstance(entry, str) else entry:
+            if not isinstance(text, str):
+                raise UserError(f"texts: holds a {type(text).__name__}; give strings, or batches of strings as lists")
+            yield text
 
 
 def train_on_words(

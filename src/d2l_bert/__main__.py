@@ -95,7 +95,8 @@ def _run(argv):
             arguments.command(arguments)
             return 0
     except KeyboardInterrupt:
-        _say(f"d2l-bert {arguments.name}: interrupted")
+        if not messages.launched_rank():  # rank 0 speaks for all
+            _say(f"d2l-bert {arguments.name}: interrupted")
         return 130
     except BrokenPipeError as error:  # of stdout, or of a connection
         code = READER_IS_GONE if _is_reader_gone() else _show_error(arguments.name, error)

@@ -3,7 +3,6 @@
 Each function imports what it needs, so that a command waits for no library that only other commands use.
 """
 
-import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -112,25 +111,18 @@ def prepare_command(arguments) -> None:
     on DIR, also on a copy on another machine: d2l-bert pretrain --corpus DIR. Several machines can prepare a corpus in
     parts, each with --tokenizer of the first: d2l-bert pretrain --corpus DIR DIR2 ... trains on all of them.
     """
-    from d2l_bert.tokenization import prepared_folder
-    from d2l_bert.training.initialize import prepare_with_tokenizer
+    from d2l_bert import functions
+    from d2l_bert.tokenization.prepared_folder import check_prepared_folders
 
-    run = config_of(arguments)
+    given = given_options(arguments)
     if arguments.check:
-        for name in given_options(arguments):
+        for name in given:
             raise messages.UserError(
                 f"{name} is for preparing a text, and check reads folders that are prepared; leave it out"
             )
-        messages.show(prepared_folder.check_prepared_folders([Path(folder) for folder in arguments.check]))
+        messages.show(check_prepared_folders([Path(folder) for folder in arguments.check]))
         return
-    run.check()
-    _refuse_what_is_fixed(arguments, run)
-    if prepared_folder.corpus_is_prepared(run):
-        raise messages.UserError(f"corpus {run.text_paths()}: is prepared already; give its text")
-    with folders.new_folder(Path(arguments.output_dir)) as folder:
-        text = prepare_with_tokenizer(run)
-        prepared_folder.write_prepared_folder(text, folder)
-    messages.show(f"train on it: d2l-bert pretrain --corpus {arguments.output_dir}")
+    messages.show(functions.prepare(output_dir=arguments.output_dir, **given).report)
 
 
 @command(TRAIN, "[OPTIONS]")
@@ -140,13 +132,21 @@ def pretrain_command(arguments) -> None:
     Without any option, the recipe tiny is trained on the documentation that is installed with Python, in a few
     minutes. The output folder then holds the model, the tokenizer, the model card and a record of the run.
     """
-    from d2l_bert.training import pretrain, processes
+    from d2l_bert import functions
 
-    processes.start_processes()
-    with processes.together():
-        architecture, run = resolve_pretrain(arguments)
     keep_freed_memory()  # before the text is read: reading frees one large piece of memory, which the steps then use
-    pretrain.pretrain(architecture, run)
+    functions.pretrain(**options_of_pretrain(arguments))
+
+
+def options_of_pretrain(arguments) -> dict:
+    """The recipe, the options and the fields of the architecture that were given to `pretrain`, by name."""
+    from d2l_bert.training.recipes import architecture_options
+
+    given = given_options(arguments)
+    for name in architecture_options():
+        if name in arguments:
+            given[name] = getattr(arguments, name)
+    return given
 
 
 def keep_freed_memory() -> None:
@@ -167,46 +167,6 @@ def keep_freed_memory() -> None:
         has_set = libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: 1 GiB
         if not has_set:
             libc.mallopt(-3, 2**25)  # an older glibc allows 32 MiB
-
-
-def resolve_pretrain(arguments) -> tuple:
-    """
-    The architecture (a `D2lBertConfig`) and the run (a `PretrainConfig`) that the arguments of `pretrain` ask for.
-
-    Raises:
-        UserError: a flag contradicts the prepared folder, the tokenizer or the model that another flag gives.
-    """
-    from d2l_bert.training import initialize, recipes
-
-    run = recipes.override_options(arguments.config, given_options(arguments))
-    run.check_values()  # an empty path would be looked up as the working directory
-    _refuse_what_is_fixed(arguments, run)
-    architecture = arguments.architecture
-    if run.init_from is not None:
-        architecture = initialize.read_architecture(run.init_from)
-    fields = architecture.to_dict()
-    for name in recipes.architecture_options():
-        if name in arguments:
-            fields[name] = getattr(arguments, name)
-    with messages.explained("the architecture", "", ValueError):
-        changed_architecture = type(architecture)(**fields)
-    return changed_architecture, run
-
-
-def _refuse_what_is_fixed(arguments, run):
-    """Refuse a flag whose value follows from the model, the tokenizer or the prepared folder that the run names."""
-    from d2l_bert.tokenization.prepared_folder import fixed_options
-    from d2l_bert.training.config import FREE_FIELDS
-    from d2l_bert.training.recipes import architecture_options
-
-    fixed = fixed_options(run)
-    if run.init_from is not None:
-        for name in architecture_options():
-            if name not in FREE_FIELDS:
-                fixed[name] = f"the model in init_from ({run.init_from})"
-    for name, by in fixed.items():
-        if name in arguments:
-            raise messages.UserError(f"{name} is fixed by {by}; leave {name} out")
 
 
 @command(
@@ -233,9 +193,9 @@ def evaluate_command(arguments) -> None:
     for name in given_options(arguments, arguments.other_config):
         if not hasattr(arguments.config, name):
             raise messages.UserError(f"{name} is for labelled rows; give them with --test_file, or leave {name} out")
-    from d2l_bert.training.evaluation.evaluate import evaluate
+    from d2l_bert import functions
 
-    evaluate(arguments.model, config_of(arguments))
+    functions.evaluate(arguments.model, config=config_of(arguments), on_line=print)
 
 
 def _score_command(arguments):
@@ -274,10 +234,10 @@ def finetune_command(arguments) -> None:
     a model card. docs/finetune.md has a command for each task.
     Needs pip install 'd2l-bert[finetune]'.
     """
-    from d2l_bert.training.finetuning.train import finetune
+    from d2l_bert import functions
 
     keep_freed_memory()
-    finetune(config_of(arguments))
+    functions.finetune(arguments.model, config=config_of(arguments))
 
 
 @command(
@@ -294,9 +254,12 @@ def predict_command(arguments) -> None:
     texts have the names of the training, or a text file with a text in each line. The output has the columns of FILE,
     the predictions and their probabilities. Labels in FILE are not read.
     """
-    from d2l_bert.training.finetuning.predict import predict
+    from d2l_bert import functions
 
-    messages.show(predict(arguments.model, arguments.file, config_of(arguments)))
+    config = config_of(arguments)
+    if config.output is None:
+        raise messages.UserError("output is missing: give --output a name that ends in .csv, .jsonl or .parquet")
+    messages.show(functions.predict(arguments.model, arguments.file, config).report)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -351,9 +314,12 @@ def embed_command(arguments) -> None:
     .tsv or .parquet file each row counts as a line. Row i of the output belongs to line i, also if the line is empty.
     Vectors are those of sentence-transformers with the same pooling. MODEL is a d2l-bert model or any other encoder.
     """
-    from d2l_bert.inference.embed import embed
+    from d2l_bert import functions
 
-    messages.show(embed(arguments.model, arguments.file, config_of(arguments)))
+    config = config_of(arguments)
+    if config.output is None and not config.nearest:
+        raise messages.UserError("nothing to do: give --output FILE for the vectors, or --nearest TEXT, or both")
+    messages.show(functions.embed(arguments.model, arguments.file, config).report)
 
 
 @command(
@@ -454,25 +420,9 @@ def export_command(arguments) -> None:
     with the model. d2l-bert publish sends DIR.
     Needs pip install 'd2l-bert[onnx]'.
     """
-    from d2l_bert.inference.page import copy_runtime, write_page
-    from d2l_bert.model_cards.card import carry_card
-    from d2l_bert.modeling.export import export
+    from d2l_bert import functions
 
-    config = config_of(arguments)
-    target = Path(arguments.target)
-    config.check()
-    with folders.new_folder(Path(config.page)) if config.page else contextlib.nullcontext() as page:
-        if page:  # first, as it may not be there
-            copy_runtime(page, config.runtime)
-        with folders.new_folder(target) as folder:
-            said, figures, has_its_head = export(arguments.source, folder, config)
-            if not config.onnx_only:
-                carry_card(arguments.source, folder, target.resolve().name, has_its_head, figures)
-            if page:
-                write_page(folder, target.resolve().name, page)
-        messages.show(f"{target}: {said}")
-    if page:
-        messages.show(f"the page: python -m http.server --bind 127.0.0.1 --directory {config.page}")
+    messages.show(functions.export(arguments.source, arguments.target, config_of(arguments)).report)
 
 
 @command(
@@ -509,6 +459,6 @@ def publish_command(arguments) -> None:
     commit, with a tag that is made from their content. Checkpoints, logs and paths of this machine are not sent. The
     Hub's token is the one of `hf auth login`, or HF_TOKEN. If sending was interrupted, the same command completes it.
     """
-    from d2l_bert.model_cards.publish import publish
+    from d2l_bert import functions
 
-    messages.show(publish(Path(arguments.folder), arguments.repo_id, config_of(arguments)))
+    messages.show(functions.publish(arguments.folder, arguments.repo_id, config_of(arguments)).report)

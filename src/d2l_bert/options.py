@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import functools
+import inspect
+import numbers
 import os
 import re
 import sys
@@ -25,6 +27,9 @@ MACHINE = "machine"
 OUTPUT = "output"
 HUB = "the Hugging Face Hub"
 SENTENCES = "minimal pairs and lines"
+
+# The heading below which the docstring of a dataclass lists its options.
+OPTIONS_IN_DOCSTRING = "Attributes:"
 
 # The type of an option that is a path. A program may give a `pathlib.Path`; `Options` keeps it as a string.
 PathOption = str | Path
@@ -87,10 +92,22 @@ def option_of(config: type, name: str, **changes):
 
 
 class Options:
-    """Base class of dataclasses whose fields are options. A `pathlib.Path` in a field, or in its list, is a string."""
+    """Base class of dataclasses whose fields are options. Values are kept as `plain` gives them."""
+
+    def __init_subclass__(cls) -> None:
+        """Add the options to the docstring of the class, which `help` shows, with the words of `--help`."""
+        super().__init_subclass__()
+        own = {name: value for name, value in vars(cls).items() if isinstance(value, dataclasses.Field)}
+        fields = {**getattr(cls, "__dataclass_fields__", {}), **own}
+        lines = [inspect.cleandoc(cls.__doc__ or "").partition(f"\n\n{OPTIONS_IN_DOCSTRING}")[0], ""]
+        lines.append(OPTIONS_IN_DOCSTRING)
+        for name, field in fields.items():
+            if "help" in field.metadata:
+                lines.append(f"    {name}: {with_default(field.metadata['help'], default_of(field))}")
+        cls.__doc__ = "\n".join(lines)
 
     def __setattr__(self, name: str, value: object) -> None:
-        super().__setattr__(name, _without_paths(value))
+        super().__setattr__(name, plain(value))
 
     def check(self) -> None:
         """
@@ -157,13 +174,32 @@ class Options:
         return getattr(self, needed) != value
 
 
-def _without_paths(value):
-    """A value, or a list of values, with the string of each `pathlib.Path` in its place."""
+def plain(value: object) -> object:
+    """A value as options keep it: a `pathlib.Path` as a string, a number of NumPy as Python's; also in a list."""
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, list) and any(isinstance(entry, Path) for entry in value):
-        return [_without_paths(entry) for entry in value]
+    if isinstance(value, list):
+        return [plain(entry) for entry in value]
+    if isinstance(value, numbers.Integral) and not isinstance(value, int):
+        return int(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, (int, float)):
+        return float(value)
     return value
+
+
+def made(kind, config, given: dict):
+    """
+    The options of a command.
+
+    Args:
+        kind: the dataclass of its options.
+        config: an object of it; None for the defaults.
+        given: options by name, which replace those of `config`.
+
+    Raises:
+        TypeError: there is no option of a name.
+    """
+    return kind(**given) if config is None else dataclasses.replace(config, **given)
 
 
 def default_of(field: dataclasses.Field) -> Any:
@@ -441,9 +477,13 @@ def with_true_at_bare_flags(words: list[str], flags: dict[str, argparse.Action])
 
 def help_line(help: str, default: object) -> str:
     """The line of an option in `--help`, with its default; argparse formats it by `%`."""
+    return with_default(help, default).replace("%", "%%")
+
+
+def with_default(help: str, default: object) -> str:
+    """The sentence of an option with its default behind it, if it has one."""
     if isinstance(default, list):
         shown = " ".join(default)
     else:
         shown = "" if default is None else as_word(default)
-    line = f"{help} ({shown})".strip() if shown else help
-    return line.replace("%", "%%")
+    return f"{help} ({shown})".strip() if shown else help

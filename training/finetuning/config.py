@@ -283,7 +283,17 @@ class FinetuneConfig(Options):
     hub_private_repo: bool = option_of(PretrainConfig, "hub_private_repo")
 
     def __post_init__(self):
+        """
+        Write the full name of the task; and data in memory that stand in place of a dataset's name to the cache.
+
+        Raises:
+            UserError: as in `hub_datasets.splits_folder`.
+        """
         self.task = SHORT_NAMES.get(self.task, self.task)
+        if self.dataset is not None and not isinstance(self.dataset, str):
+            from d2l_bert.tokenization.hub_datasets import splits_folder  # loads PyArrow, which help does without
+
+            self.dataset = splits_folder(self.dataset)
 
     def contradictions(self, given: set[str]) -> Iterator[str]:
         """As in `Options`. Raises `UserError` itself for a wrong rate or licence."""
@@ -420,8 +430,8 @@ class PredictConfig(Options):
     def contradictions(self, given: set[str]) -> Iterator[str]:
         """As in `Options`."""
         suffix = Path(self.output or "").suffix
-        if suffix not in (".csv", ".jsonl", ".parquet"):
-            yield f"output {self.output or 'is missing'}: give --output a name that ends in .csv, .jsonl or .parquet"
+        if self.output is not None and suffix not in (".csv", ".jsonl", ".parquet"):
+            yield f"output {self.output}: give --output a name that ends in .csv, .jsonl or .parquet"
         if self.excel and suffix != ".csv":
             yield "excel is for an output of CSV; leave it out"
 

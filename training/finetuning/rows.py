@@ -20,6 +20,7 @@ from d2l_bert.messages import READ_ERRORS, UserError, counted, explained
 from d2l_bert.model_cards.card import local_name
 from d2l_bert.tokenization import hub_datasets, tables
 from d2l_bert.tokenization.config import dataset_and_config
+from d2l_bert.tokenization.in_memory import as_dataset
 from d2l_bert.training.finetuning.cells import name_of, shown_line
 from d2l_bert.training.finetuning.config import FinetuneConfig
 
@@ -380,8 +381,23 @@ def read_dataset(
                 f"dataset {name}: no rows in split {used!r:.100}; it has {', '.join(found)}: name one with "
                 f"--{split}_split"
             )
-        splits[split] = _split_of(found[used], name, used, memory)
+        title = f"dataset {name}, split {used}"
+        splits[split] = _split_of(found[used], title, f"{local_name(name)}, split {used}", memory)
     return splits
+
+
+def rows_in_memory(data, text_column: str) -> Split:
+    """
+    The rows of data in memory.
+
+    Args:
+        data, text_column: as in `in_memory.as_dataset`.
+
+    Raises:
+        UserError: the data are of another kind, have no rows, or take too much memory as Python's values.
+    """
+    title = "data in memory"
+    return _split_of(as_dataset(data, text_column), title, title, tables.Memory())
 
 
 def _load_dataset(name) -> dict:
@@ -399,9 +415,8 @@ def _load_dataset(name) -> dict:
         return datasets.load_dataset(path, configuration, **options)
 
 
-def _split_of(rows, name: str, split: str, memory: tables.Memory) -> Split:
-    """The rows of a split of the dataset `name`, as `datasets` has them."""
-    title = f"dataset {name}, split {split}"
+def _split_of(rows, title: str, name: str, memory: tables.Memory) -> Split:
+    """The rows of a `datasets.Dataset`; `title` names it in messages, and `name` in the record."""
     with explained(title, "", ValueError):
         held = memory.hold(_dataset_rows(rows, title))
         class_names = {}
@@ -412,7 +427,7 @@ def _split_of(rows, name: str, split: str, memory: tables.Memory) -> Split:
     cells = [row for _, row in held]
     return Split(
         title=title,
-        name=f"{local_name(name)}, split {split}",
+        name=name,
         rows=list(itertools.starmap(Row, held)),
         fingerprint=folders.short_hash(repr(cells)),
         class_names=class_names,
