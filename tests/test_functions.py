@@ -27,7 +27,7 @@ from d2l_bert.training import processes
 
 
 ROOT = Path(__file__).parents[1]
-FUNCTIONS = ("prepare", "pretrain", "finetune", "evaluate", "predict", "embed", "export", "publish")
+FUNCTIONS = ("prepare", "pretrain", "finetune", "evaluate", "predict", "score", "embed", "export", "publish")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

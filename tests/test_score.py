@@ -9,6 +9,7 @@ import shlex
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.stats
 from finetuning import ROWS, file_options, finetune, read_csv, saved
@@ -16,11 +17,12 @@ from sklearn import metrics
 from test_recorded_folders import RECORD, predictions
 from text_sources import write_table
 
+import d2l_bert
 from d2l_bert.__main__ import main
 from d2l_bert.messages import UserError
 from d2l_bert.training.finetuning import scoring
 from d2l_bert.training.finetuning.config import ScoreConfig
-from d2l_bert.training.finetuning.score import confusion_table, lines_of_confusion, lines_of_score, score
+from d2l_bert.training.finetuning.score import confusion_table, lines_of_confusion, score
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +45,7 @@ def scored(model, rows, folder, **options):
     """The score on some rows, and the predictions of `predict` for them."""
     folder.mkdir()
     file = write_table(folder / "check.jsonl", rows)
-    found = score(str(model), ScoreConfig(test_file=file, output_dir=folder / "score", **options))
+    found = score(str(model), file, ScoreConfig(output_dir=folder / "score", **options))
     assert main(["predict", str(model), str(file), f"--output={folder / 'new.jsonl'}"]) == 0
     return found, [json.loads(line) for line in (folder / "new.jsonl").read_text().splitlines()]
 
@@ -225,8 +227,8 @@ def test_one_row_and_one_class_are_said(models, tmp_path):
     model = str(models("text-classification"))
     for count, word in ((1, "one row"), (len(rows), "'anna'")):
         file = write_table(tmp_path / "check.jsonl", rows[:count])
-        found = score(model, ScoreConfig(test_file=file))
-        said = "\n".join(lines_of_score(found))
+        found = score(model, file, ScoreConfig())
+        said = found.report
         assert len(found.notes) == 1 and word in found.notes[0] and word in said
         assert found.figures["accuracy"].low < found.figures["accuracy"].high
         assert found.folder is None
@@ -275,7 +277,17 @@ def test_a_table_without_labels_and_an_output_that_stands_there_are_refused(mode
     assert "one model" in fails("evaluate", model, model, f"--test_file={file}")
     assert "--test_file" in fails("evaluate", model, f"--corpus={file}", "--label_column=label")
     with pytest.raises(UserError, match="test_file"):
-        score(str(model), ScoreConfig())
+        d2l_bert.score(model)
+
+
+def test_a_program_scores_rows_in_memory_as_a_file_of_them(models, tmp_path):
+    model = models("text-classification")
+    rows = ROWS["text-classification"](12, 7)
+    file = write_table(tmp_path / "check.jsonl", rows)
+    of_file = d2l_bert.score(model, file)
+    of_memory = d2l_bert.score(model, pd.DataFrame(rows))
+    assert of_memory.figures == of_file.figures
+    assert of_memory.confusion == of_file.confusion
 
 
 def test_csv_for_excel_holds_no_formula(models, tmp_path):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # type checkers do not see what `__getattr__` imports
     from d2l_bert.functions import prepare as prepare
     from d2l_bert.functions import pretrain as pretrain
     from d2l_bert.functions import publish as publish
+    from d2l_bert.functions import score as score
     from d2l_bert.inference.config import EmbedConfig as EmbedConfig
     from d2l_bert.inference.embed import EmbedResult as EmbedResult
     from d2l_bert.messages import UserError as UserError
@@ -44,7 +45,9 @@ if TYPE_CHECKING:  # type checkers do not see what `__getattr__` imports
     from d2l_bert.training.evaluation.evaluate import EvaluateResult as EvaluateResult
     from d2l_bert.training.finetuning.config import FinetuneConfig as FinetuneConfig
     from d2l_bert.training.finetuning.config import PredictConfig as PredictConfig
+    from d2l_bert.training.finetuning.config import ScoreConfig as ScoreConfig
     from d2l_bert.training.finetuning.predict import PredictResult as PredictResult
+    from d2l_bert.training.finetuning.score import Score as Score
     from d2l_bert.training.finetuning.train import FinetuneResult as FinetuneResult
     from d2l_bert.training.initialize import PrepareResult as PrepareResult
     from d2l_bert.training.pretrain import PretrainResult as PretrainResult
@@ -81,6 +84,8 @@ _MODULES = {
     "PublishConfig": "model_cards.config",
     "PublishResult": "model_cards.publish",
     "RECIPES": "training.recipes",
+    "Score": "training.finetuning.score",
+    "ScoreConfig": "training.finetuning.config",
     "TextConfig": "tokenization.config",
     "UserError": "messages",
     "embed": "functions",
@@ -91,6 +96,7 @@ _MODULES = {
     "prepare": "functions",
     "pretrain": "functions",
     "publish": "functions",
+    "score": "functions",
     "train_wordpiece": "tokenization.wordpiece",
 }
 

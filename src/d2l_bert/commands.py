@@ -200,7 +200,7 @@ def evaluate_command(arguments) -> None:
 
 def _score_command(arguments):
     """`evaluate --test_file`."""
-    from d2l_bert.training.finetuning import score
+    from d2l_bert import functions
 
     for name in given_options(arguments, arguments.config):
         if not hasattr(arguments.other_config, name):
@@ -208,7 +208,7 @@ def _score_command(arguments):
     if len(arguments.model) > 1:
         raise messages.UserError("test_file is for one model; name one")
     config = dataclasses.replace(arguments.other_config, **given_options(arguments, arguments.other_config))
-    messages.report.info("\n".join(score.lines_of_score(score.score(arguments.model[0], config))))
+    messages.report.info(functions.score(arguments.model[0], config=config).report)
 
 
 @command(

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from d2l_bert.training.evaluation.config import EvaluateConfig
     from d2l_bert.training.evaluation.evaluate import EvaluateResult
     from d2l_bert.training.evaluation.pseudo_likelihood import LineScore
-    from d2l_bert.training.finetuning.config import FinetuneConfig, PredictConfig
+    from d2l_bert.training.finetuning.config import FinetuneConfig, PredictConfig, ScoreConfig
     from d2l_bert.training.finetuning.predict import PredictResult
+    from d2l_bert.training.finetuning.score import Score
     from d2l_bert.training.finetuning.train import FinetuneResult
     from d2l_bert.training.initialize import PrepareResult
     from d2l_bert.training.pretrain import PretrainResult
@@ -235,6 +236,41 @@ def predict(
     config = options.made(PredictConfig, config, given)
     with loading.as_folder(model, tokenizer) as name:
         return prediction.predict(name, data, config)
+
+
+@_as_a_function()
+def score(
+    model: Model,
+    data: Any = None,
+    config: ScoreConfig | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **given: Any,
+) -> Score:
+    """
+    Measure a fine-tuned model on labelled rows, as `d2l-bert evaluate --test_file` does; in a launched program all
+    processes call it with the same rows.
+
+    Args:
+        model: as in `predict`.
+        data: as in `predict`, with labels. None if the option `test_file` names a file.
+        tokenizer: as in `finetune`.
+        config, given: the options; with `output_dir` the figures and the rows that are wrong are also written.
+
+    Raises:
+        UserError: the model was not fine-tuned by this package, an option is not for its task, a label is missing or
+            unknown to the model, the data cannot be read, or the output cannot be written. No folder is left.
+    """
+    from d2l_bert.modeling import loading
+    from d2l_bert.training.finetuning import score as scoring
+    from d2l_bert.training.finetuning.config import ScoreConfig
+
+    config = options.made(ScoreConfig, config, given)
+    rows = config.test_file if data is None else data
+    if rows is None:
+        raise UserError("there are no rows to measure the model on; give data, or test_file")
+    with loading.as_folder(model, tokenizer) as name:
+        return scoring.score(name, rows, config)
 
 
 @_as_a_function()

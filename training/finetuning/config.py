@@ -477,7 +477,5 @@ class ScoreConfig(Options):
 
     def contradictions(self, given: set[str]) -> Iterator[str]:
         """As in `Options`."""
-        if self.test_file is None:
-            yield "test_file is missing; give a table with labels"
         if self.excel and self.output_dir is None:
             yield "excel is for the files in output_dir; give that too, or leave it out"

@@ -6,6 +6,7 @@ import logging
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import transformers
@@ -53,7 +54,7 @@ class Score:
 
     Args:
         model: its name, as given.
-        rows_name: the base name of the file.
+        rows_name: the base name of the file, or what data in memory are called.
         rows: how many rows it has.
         figures: the metrics of the model's task, each with standard error and interval.
         class_of_f1: the class that `f1` is of; None where it is a mean over several, or there is none.
@@ -77,15 +78,21 @@ class Score:
     notes: list[str]
     folder: Path | None
 
+    @property
+    def report(self) -> str:
+        """What the command prints."""
+        return "\n".join(lines_of_score(self))
+
 
 @processes.restore_host_settings()
-def score(name: str, config: ScoreConfig) -> Score:
+def score(name: str, data: Any, config: ScoreConfig) -> Score:
     """
     Measure a model of `finetune` on labelled rows, on all launched processes.
 
     Args:
         name: the model, a folder or an id on the Hub.
-        config: the rows, and where to write.
+        data: the rows, as in `predict`, with labels.
+        config: how to read them, and where to write; its `test_file` is not read.
 
     Raises:
         UserError: the model was not fine-tuned by this package, an option is not for its task, the file or one of its
@@ -96,13 +103,13 @@ def score(name: str, config: ScoreConfig) -> Score:
     with processes.together():
         scoring.check_libraries("evaluate --test_file")
         config.check()
-        if config.test_file == STDIN and state.num_processes > 1:
+        if isinstance(data, str) and data == STDIN and state.num_processes > 1:
             raise UserError("test_file -: one process alone can read the standard input; give a file")
         if config.output_dir:
             folders.check_new_folder(Path(config.output_dir))
         record = loading.read_run_record(name)
         task = labelled_task(name, record, config)
-        split = read_labelled_rows(task, config)
+        split = read_labelled_rows(data, task, config)
         for line in account.lines_about_labelled_rows(task, split.columns, split.rows):
             logger.info(line)
         model, tokenizer, _ = loading.load_pretrained(getattr(transformers, task.auto_class), name)
@@ -135,15 +142,15 @@ def labelled_task(name: str, record: RunRecord, config: ScoreConfig) -> Task:
     return task
 
 
-def read_labelled_rows(task: Task, config: ScoreConfig) -> Split:
+def read_labelled_rows(data: Any, task: Task, config: ScoreConfig) -> Split:
     """
-    The rows of the file as the task reads them, with their labels.
+    The rows as the task reads them, with their labels.
 
     Raises:
-        UserError: the file cannot be read; or a row cannot be used, has no label, or one that the model does not know.
+        UserError: the data cannot be read; or a row cannot be used, has no label, or one that the model does not know.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        given = read_rows(config.test_file, task, config, Path(scratch))
+        given = read_rows(data, task, config, Path(scratch))
     check_writable(Path(MISTAKES_FILE).suffix, given)
     return as_the_task_reads("evaluated", given, task)
 
