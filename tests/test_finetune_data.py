@@ -412,7 +412,7 @@ def test_an_output_folder_with_other_things_is_kept(trained, tmp_path, fails, fo
     run = tmp_path / "run"
     run.mkdir()
     (run / "run_config.json").write_text(json.dumps({"finetune": {}}))
-    assert "go on with --resume_from_checkpoint latest" in fails(*command, f"--output_dir={run}")
+    assert "go on with resume_from_checkpoint latest" in fails(*command, f"--output_dir={run}")
     both = ["--resume_from_checkpoint=latest", "--overwrite_output_dir"]
     assert "give one" in fails(*command, f"--output_dir={run}", *both)
 
