@@ -9,13 +9,13 @@ import pytest
 
 from d2l_bert.messages import UserError
 from d2l_bert.tokenization import tables
-from d2l_bert.tokenization.files import decoded, lines_and_cells
+from d2l_bert.tokenization.files import lines_and_cells, lines_of_text_file
 
 
 def refused(path):
     """What is said of a file that cannot be read."""
     with pytest.raises(UserError) as error:
-        list(decoded(path))
+        list(lines_of_text_file(path))
     return str(error.value)
 
 
@@ -43,7 +43,7 @@ def test_a_file_that_is_not_packed_as_its_name_says_is_named(tmp_path):
     path.write_text("Plain text.\n")
     assert "take .gz off its name" in refused(path)
     path.write_bytes(gzip.compress(b"Packed.\n"))
-    assert list(decoded(path)) == ["Packed."]
+    assert list(lines_of_text_file(path)) == ["Packed."]
 
 
 def test_long_windows_of_zstd_have_a_way_out(tmp_path):
@@ -57,7 +57,7 @@ def test_a_line_end_that_was_converted_twice_is_one(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"one\r\r\ntwo\r\r\n\r\r\nthree\r\rfour\r\n\r\nfive")
     lines = ["one", "two", "", "three", "", "four", "", "five"]
-    assert list(decoded(path)) == lines
+    assert list(lines_of_text_file(path)) == lines
     assert tables.LINE_END.split(path.read_bytes().decode()) == lines
 
 
