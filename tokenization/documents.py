@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from d2l_bert.tokenization import tables
-from d2l_bert.tokenization.rules import DELETED
 from d2l_bert.tokenization.seen_lines import SeenLines
-from d2l_bert.tokenization.text_layout import find_layout, split_documents
+from d2l_bert.tokenization.text_layout import find_layout, split_documents, with_single_spaces
 
 
 # How lines divide a text file or rows is found from the first lines or rows with this many characters. A paragraph of
@@ -90,7 +89,7 @@ def row_documents(
     are_sentences = layout.lines == "sentences"
     rows = itertools.chain(first_rows, texts)
     if joins_rows:
-        paragraphs = (" ".join(DELETED.sub("", text).split()) for text in rows)
+        paragraphs = (with_single_spaces(text, READ_CHARACTERS, counts) for text in rows)
         while block := list(itertools.islice(paragraphs, BLOCK_ROWS)):
             counts[f"rows read in documents of {BLOCK_ROWS} rows"] += len(block)
             yield Document(block, are_sentences=are_sentences)
