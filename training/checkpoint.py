@@ -21,7 +21,7 @@ from d2l_bert.messages import GO_ON, UserError, explained
 from d2l_bert.modeling.conversion import save_model
 from d2l_bert.records import inside, read_record
 from d2l_bert.tokenization.wordpiece import save_tokenizer
-from d2l_bert.training.data.order import START
+from d2l_bert.training.data.order import START, Cursor
 from d2l_bert.training.processes import on_main
 
 
@@ -78,11 +78,11 @@ class Progress:
     """
 
     step: int = 0
-    cursor: tuple[int, int, int] = START
+    cursor: Cursor = START
     skipped_in_a_row: int = 0
     words_seen: float = 0.0
 
-    def add(self, cursor: tuple[int, int, int], words: float, is_skipped: bool) -> None:
+    def add(self, cursor: Cursor, words: float, is_skipped: bool) -> None:
         """Count a step: where the pairs of the next one begin, its words, and whether it was skipped."""
         self.step += 1
         self.cursor = cursor
@@ -233,7 +233,7 @@ class Checkpoint:
     def progress(self) -> Progress:
         """How far the run had come; a new object, which the caller may change."""
         state = self.state
-        return Progress(state["step"], tuple(state["cursor"]), state["skipped_in_a_row"], state["words_seen"])
+        return Progress(state["step"], Cursor(*state["cursor"]), state["skipped_in_a_row"], state["words_seen"])
 
 
 def checkpoints(folder: Path, unfinished: bool = False) -> list[Path]:
@@ -312,19 +312,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
         for name in in_every_checkpoint:
             if name not in manifest["sha256"]:
                 raise UserError(f"there is no {name}")
-        check_hashes(path, manifest["sha256"], needed=(*in_every_checkpoint, AVERAGE_FILE))
+        check_hashes(path, manifest["sha256"], hashed_if_there=(*in_every_checkpoint, AVERAGE_FILE))
         state = read_record(path / STATE_FILE, State)
         check_state(state)
         return Checkpoint(path, state)
 
 
-def check_hashes(path: Path, hashes: dict[str, str], needed: tuple[str, ...] = ()) -> None:
+def check_hashes(path: Path, hashes: dict[str, str], hashed_if_there: tuple[str, ...] = ()) -> None:
     """
     Check the files of a checkpoint.
 
     Args:
         hashes: the SHA-256 of each file, by its name, from a record of the checkpoint.
-        needed: the files that will be read, if they are there: each must have a hash.
+        hashed_if_there: the files that will be read, if they are there: each must have a hash.
 
     Raises:
         UserError: a file is missing, is not as it was saved, or has no hash; or a name leads out of the folder.
@@ -335,7 +335,7 @@ def check_hashes(path: Path, hashes: dict[str, str], needed: tuple[str, ...] = (
             raise UserError(f"{name} is missing")
         if folders.content_hash(file) != saved_hash:
             raise UserError(f"{name} is not as it was saved")
-    for name in needed:
+    for name in hashed_if_there:
         if name not in hashes and (path / name).exists():
             raise UserError(f"{name} was not saved with it")
 

@@ -142,18 +142,16 @@ class Learner:
             mlm_loss = outputs.get("mlm_loss", outputs.loss)
             pair_loss = outputs.get("nsp_loss", torch.zeros_like(outputs.loss))
             losses += torch.stack([mlm_loss, pair_loss]).detach()
-        # Unscales the gradients of all optimizers first, with fp16's scaler.
+        # `clip_grad_norm_` also unscales the gradients, of all optimizers, where fp16 has a scaler.
         norm = shards.full_tensor(accelerator.clip_grad_norm_(model.parameters(), self.run.max_grad_norm))
         # Reduced over all processes, so that every process skips the same steps.
         mlm_loss, pair_loss = accelerator.reduce(losses, "sum")
         # In the order of `StepStats`. All at once, as each number that is read from a GPU makes the CPU wait for it.
         figures = torch.stack([mlm_loss, pair_loss, norm.to(device), *total_counts]).tolist()
-        stats = StepStats(*figures, skipped=0.0)  # as if it was not; see below
-        is_loss_finite = math.isfinite(stats.mlm_loss) and math.isfinite(stats.pair_loss)
-        is_gradient_finite = math.isfinite(stats.grad_norm)
-        is_finite = is_loss_finite and is_gradient_finite
+        losses_and_norm = figures[:3]
+        is_finite = all(math.isfinite(figure) for figure in losses_and_norm)
         self._update_weights(learning_rate, is_finite)
-        return stats if is_finite else stats._replace(skipped=1.0)
+        return StepStats(*figures, skipped=float(not is_finite))
 
     def _update_weights(self, learning_rate, is_finite):
         """

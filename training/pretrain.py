@@ -197,16 +197,26 @@ def train(
         log = RunLog(accelerator, folder, run, architecture, progress, rows_of_checkpoint)
         checkpoint_saver = CheckpointSaver(learner, folder, text.tokenizer, run, identity, progress, resumed)
         stop = StopSignals(accelerator)
-        loop = Loop(run, learner, held_out, one_segment_figures, progress, log, word_saver, checkpoint_saver, stop)
+        loop = Loop(
+            run=run,
+            learner=learner,
+            held_out=held_out,
+            one_segment_figures=one_segment_figures,
+            progress=progress,
+            log=log,
+            word_saver=word_saver,
+            checkpoint_saver=checkpoint_saver,
+            stop=stop,
+        )
         # Within the block a signal ends the run after its step; before and after it, the process at once.
-        with stop, contextlib.closing(log.bar), contextlib.closing(loop.steps_to_come(steps)) as steps_to_come:
-            loop.take(steps_to_come)
+        with stop, contextlib.closing(log.bar), contextlib.closing(loop.made_ahead(steps)) as upcoming:
+            loop.run_steps(upcoming)
             if stop.should_stop():  # a signal has come, perhaps in the last step
                 loop.end_early()
     word_saver.report_missing()
     model = learner.full_model(averaged=True)
     metrics = {
-        **log.evaluation_of_this_step(),  # the last one
+        **log.evaluation_of_this_step(),  # the run is over: of its last step
         **log.initial_metrics(),
         **on_main(log.speed),
         "train_words_seen": progress.words_seen,
@@ -242,7 +252,7 @@ class Loop:
     checkpoint_saver: CheckpointSaver
     stop: StopSignals
 
-    def steps_to_come(self, steps: TrainingSteps) -> Iterator[Step]:
+    def made_ahead(self, steps: TrainingSteps) -> Iterator[Step]:
         """The steps after those of `progress`, made ahead. They end early when a signal has come to this process."""
         return steps_ahead(
             steps,
@@ -252,7 +262,7 @@ class Loop:
             lambda: bool(self.stop.received_signal),
         )
 
-    def take(self, steps_to_come: Iterator[Step]) -> None:
+    def run_steps(self, upcoming: Iterator[Step]) -> None:
         """
         Take the steps, and do after each what is due: log, evaluate, save.
 
@@ -265,7 +275,7 @@ class Loop:
         log.start_clock()
         while progress.step < self.run.max_steps:
             with log.waiting():
-                step = next(steps_to_come, None)  # None if this process has received a signal
+                step = next(upcoming, None)  # None if this process has received a signal
             if self.stop.should_stop():  # if any process has
                 return
             number = progress.step + 1

@@ -220,7 +220,7 @@ def advice(metrics: dict, train_words: int, is_fresh: bool = True) -> str:
     return ""
 
 
-def report(folder, metrics: dict, example: str, record: dict) -> str:
+def closing_text(folder, metrics: dict, example: str, record: dict) -> str:
     """
     The text that a run prints at its end: metrics, an example, filled masks, how to load the model, perhaps a note.
 

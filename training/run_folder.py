@@ -342,7 +342,7 @@ def finish_folder(
         new_card = card.render_card(partial, folder.resolve().name)
         text_of_card = card.updated_card(folder, new_card)
         (partial / card.CARD_FILE).write_text(text_of_card, encoding="utf-8")
-    return report.report(folder, metrics, example, record)
+    return report.closing_text(folder, metrics, example, record)
 
 
 def _filled_masks(folder, text, config):
@@ -376,7 +376,7 @@ def make_identity(run: PretrainConfig, architecture: D2lBertConfig, text: Prepar
     else:
         identity |= {**of_tokenizer, **of_corpus}  # the corpus' tokens follow from the tokenizer
     identity["held-out text (fingerprint)"] = text.held_out.fingerprint
-    # The tokenizer's fingerprint covers the rest.
+    # Left out: what the tokenizer's fingerprint covers.
     del identity["pad_token_id"]
     if run.existing_tokenizer() or corpus_is_prepared(run):
         for name in TOKENIZER_TRAINING_OPTIONS:  # they have no effect

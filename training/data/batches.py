@@ -290,7 +290,7 @@ def batches(
     ranks: Ranks = ALONE,
     packed: bool = False,
     mlm_probability: float | None = None,
-    computes_padding: bool = True,
+    drops_padding: bool = False,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """
     Yield the micro-batches of some pairs that this process computes, of rows of similar lengths.
@@ -301,14 +301,14 @@ def batches(
         pairs, mlm_probability: as in `BatchMaker.__call__`.
         most_tokens: the most tokens in a micro-batch, padding included.
         packed: whether several pairs share a row.
-        computes_padding: if not, padding does not count: the caller takes it out of the micro-batches.
+        drops_padding: whether the caller takes the padding out of the micro-batches, so that it does not count.
     """
     has_b = pairs["b_end"] > pairs["b_start"]
     lengths = tokens_in(pairs) + np.where(has_b, SPECIALS_IN_A_PAIR, SPECIALS_IN_A_SEGMENT)
     if packed:
         rows = pack(lengths, make_batch.max_seq_length)
         lengths = [int(lengths[row].sum()) for row in rows]
-    cut = rows_of_micro_batches if computes_padding else rows_without_padding
+    cut = rows_without_padding if drops_padding else rows_of_micro_batches
     for row_numbers in cut(lengths, most_tokens, ranks):
         if not row_numbers:
             yield make_batch.empty()

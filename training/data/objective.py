@@ -3,12 +3,10 @@
 import dataclasses
 import logging
 
-import numpy as np
-
 from d2l_bert.messages import UserError
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.training.data.order import EpochPairs
-from d2l_bert.training.data.pairs import NO_LABEL, PAIR, tokens_in
+from d2l_bert.training.data.pairs import NO_LABEL, tokens_in
 
 
 logger = logging.getLogger(__name__)
@@ -26,7 +24,7 @@ def with_objective(run, text):
     would have a label, or cutting the pairs would lose most of it.
 
     A document of one sentence is a row without a label. Says how many rows have one, and how many of the tokens are in
-    rows, measured on the first window.
+    rows, measured on the first window with a row.
 
     Raises:
         UserError: few rows would have a label of the objective that the user asked for.
@@ -37,9 +35,12 @@ def with_objective(run, text):
     run_on_pairs = dataclasses.replace(run, objective=objective)
     short = PAIR_TASKS[objective].short
     epoch_pairs = EpochPairs(text.train, run_on_pairs, run.max_seq_length, text.corpus_name)
-    rows = next(epoch_pairs.parts(0), np.zeros(0, dtype=PAIR))  # of the first window with a row
+    for number in range(epoch_pairs.window_count(0)):
+        rows = epoch_pairs.window(0, number)
+        if len(rows):
+            break
     has_label = rows["next_sentence_label"] != NO_LABEL
-    firsts, ends = epoch_pairs.pieces(0, 0)
+    firsts, ends = epoch_pairs.pieces(0, number)
     share_kept = _share_kept(text.train, rows, firsts, ends)
     reason = _reason_against(run, rows, share_kept, short)
     if reason is None:

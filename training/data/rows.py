@@ -106,8 +106,8 @@ def rows_without_padding(lengths: Sequence[int], most_tokens: int, ranks: Ranks 
     """
     As `rows_of_micro_batches`, for rows that are computed without padding: a micro-batch is full of their tokens.
 
-    The rows are sorted and dealt out in the same way, so that the first process has the longest of each round. All
-    processes cut where this process has to, and get the same number of micro-batches.
+    The rows are sorted and dealt out in the same way: rank 0 has the longest of each round. All processes cut where
+    rank 0 must, and so get the same number of micro-batches.
 
     Args:
         most_tokens: the largest number of tokens in a micro-batch; a single row may be longer.

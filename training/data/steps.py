@@ -171,7 +171,15 @@ class TrainingSteps:
         share = first_share + (last_share - first_share) * drawn.step / max(self.max_steps - 1, 1)
         is_varlen = run.attn_implementation == VARLEN
         micro_batches = list(
-            batches(make_batch, drawn.pairs, run.most_tokens(), self.ranks, run.packing, share, not is_varlen)
+            batches(
+                make_batch,
+                drawn.pairs,
+                run.most_tokens(),
+                self.ranks,
+                packed=run.packing,
+                mlm_probability=share,
+                drops_padding=is_varlen,
+            )
         )
         counts = counts_of(micro_batches)
         if is_varlen:
@@ -208,7 +216,7 @@ def _pairs_of_length(run, text, length):
 
 def _check_has_target(epoch_pairs, make_batch):
     """Raise `UserError` if no pair can be made, or the first windows with pairs have no token to predict."""
-    # Raises if there is no pair. Else the cursor behind the first one stands in the first epoch with a pair.
+    # `take` raises if there is no pair; its cursor is in the first epoch that has one.
     _, behind_first = epoch_pairs.take(START, 1)
     windows = itertools.islice(epoch_pairs.parts(behind_first.epoch), MOST_EMPTY_WINDOWS)
     first_with_target(make_batch, windows, epoch_pairs.name)  # raises if there is no token to predict

@@ -149,10 +149,10 @@ def _nvidia_kernel(query, key, value, query_ends, key_ends, max_length):
     return varlen_attn(query, key, value, query_ends, key_ends, max_length, max_length).unsqueeze(0)
 
 
-def _sequence_of_each(states, ends):
+def _sequence_of_each(states, borders):
     """The number of the sequence of each token (tokens,), from their states (1, N, tokens, D) and `cu_seq_lens`."""
-    places = torch.arange(states.shape[2], device=ends.device)
-    return torch.bucketize(places, ends[1:], right=True)
+    places = torch.arange(states.shape[2], device=borders.device)
+    return torch.bucketize(places, borders[1:], right=True)
 
 
 ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)
