@@ -9,14 +9,14 @@ import pytest
 
 from d2l_bert.messages import UserError
 from d2l_bert.tokenization import tables
-from d2l_bert.tokenization.files import decoded, lines_and_cells, text_files
+from d2l_bert.tokenization.files import lines_and_cells, lines_of_text_file, text_files
 from d2l_bert.training.finetuning.rows import read_file
 
 
 def refused(path):
     """What is said of a file that cannot be read."""
     with pytest.raises(UserError) as error:
-        list(decoded(path))
+        list(lines_of_text_file(path))
     return str(error.value)
 
 
@@ -44,7 +44,7 @@ def test_a_file_that_is_not_packed_as_its_name_says_is_named(tmp_path):
     path.write_text("Plain text.\n")
     assert "take .gz off its name" in refused(path)
     path.write_bytes(gzip.compress(b"Packed.\n"))
-    assert list(decoded(path)) == ["Packed."]
+    assert list(lines_of_text_file(path)) == ["Packed."]
 
 
 def test_long_windows_of_zstd_have_a_way_out(tmp_path):
@@ -58,7 +58,7 @@ def test_a_line_end_that_was_converted_twice_is_one(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"one\r\r\ntwo\r\r\n\r\r\nthree\r\rfour\r\n\r\nfive")
     lines = ["one", "two", "", "three", "", "four", "", "five"]
-    assert list(decoded(path)) == lines
+    assert list(lines_of_text_file(path)) == lines
     assert tables.LINE_END.split(path.read_bytes().decode()) == lines
 
 
@@ -115,16 +115,16 @@ def test_a_pointer_of_git_lfs_is_no_text(tmp_path):
         path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'9' * 64}\nsize 330454481\n")
         assert "git lfs pull" in refused(path)
     path.write_text("version 2 of this text\n")
-    assert list(decoded(path)) == ["version 2 of this text"]
+    assert list(lines_of_text_file(path)) == ["version 2 of this text"]
 
 
 def test_files_for_tests_beside_those_for_training_are_said(tmp_path):
     for name in ("wiki.train.txt", "wiki.test.txt", "dev/a.txt", "latest.txt", "developers.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("It rains.\n")
-    assert text_files(tmp_path).said == "also read, though for tests by their names: dev/a.txt, wiki.test.txt"
+    assert text_files(tmp_path).remarks == "also read, though for tests by their names: dev/a.txt, wiki.test.txt"
     (tmp_path / "wiki.train.txt").unlink()
-    assert text_files(tmp_path).said == ""
+    assert text_files(tmp_path).remarks == ""
 
 
 def test_empty_lines_among_texts_are_counted(tmp_path, caplog):

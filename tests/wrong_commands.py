@@ -285,6 +285,7 @@ AFTER_READING = [  # errors found only after the text is read: lines of progress
     ("pretrain --hidden_size 31 --num_attention_heads 1", "31"),
     ("pretrain --validation_corpus file.txt", "file.txt"),
     ("pretrain --validation_corpus latin.txt", "latin.txt"),
+    ("pretrain --validation_corpus blank.txt", "blank.txt"),
     ("pretrain --validation_dataset parts", "--validation_split"),
     ("pretrain --corpus tokens --validation_corpus file.txt", "file.txt"),
     ("pretrain --resume_from_checkpoint run/checkpoint-1", "max_steps"),
