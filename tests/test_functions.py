@@ -126,8 +126,12 @@ def test_what_is_no_model_is_refused(trained, tmp_path):
         d2l_bert.embed(trained, ["a"], tokenizer=AutoTokenizer.from_pretrained(trained))
     with pytest.raises(UserError, match="data and corpus both"):
         d2l_bert.prepare(["a"], output_dir=tmp_path / "out", corpus=["b.txt"])
-    with pytest.raises(TypeError, match="pooled"):
+    with pytest.raises(UserError, match="'pooled'"):
         d2l_bert.embed(trained, ["a"], pooled="mean")
+    with pytest.raises(UserError, match="max_steps"):
+        d2l_bert.pretrain(max_step=3, output_dir=tmp_path / "out")
+    with pytest.raises(UserError, match="architecture is a list"):
+        d2l_bert.pretrain([], output_dir=tmp_path / "out")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -288,6 +288,9 @@ def test_a_program_scores_rows_in_memory_as_a_file_of_them(models, tmp_path):
     of_memory = d2l_bert.score(model, pd.DataFrame(rows))
     assert of_memory.figures == of_file.figures
     assert of_memory.confusion == of_file.confusion
+    for label in (None, "nobody"):
+        with pytest.raises(UserError, match="row 13"):
+            d2l_bert.score(model, [*rows, {**rows[0], "label": label}])
 
 
 def test_csv_for_excel_holds_no_formula(models, tmp_path):

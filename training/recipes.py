@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from d2l_bert.messages import UserError, explained
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
-from d2l_bert.options import flag, flags, plain
+from d2l_bert.options import check_names, flag, flags, plain
 from d2l_bert.training.config import FREE_FIELDS, LENGTH_OPTIONS, PretrainConfig
 
 
@@ -212,6 +212,7 @@ def resolve(recipe: str, given: dict) -> tuple[D2lBertConfig, PretrainConfig]:
     architecture, run = RECIPES[recipe]()
     of_architecture = {name: plain(given[name]) for name in architecture_options() if name in given}
     of_run = {name: value for name, value in given.items() if name not in of_architecture}
+    check_names(PretrainConfig, of_run)
     run = override_options(run, of_run)
     run.check_values()  # an empty path would be looked up as the working directory
     fixed_by_model = [name for name in architecture_options() if name not in FREE_FIELDS]

@@ -8,7 +8,6 @@ imports what it needs.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,8 +122,8 @@ def pretrain(
             resolved, run = recipes.resolve(recipe, given)
         else:
             resolved = recipes.RECIPES[recipe]()[0]
-            run = dataclasses.replace(run, **given)
-    return training.pretrain(architecture or resolved, run, callbacks)
+            run = options.made(type(run), run, given)
+    return training.pretrain(resolved if architecture is None else architecture, run, callbacks)
 
 
 @_as_a_function()
@@ -266,6 +265,8 @@ def score(
     from d2l_bert.training.finetuning.config import ScoreConfig
 
     config = options.made(ScoreConfig, config, given)
+    if data is not None and config.test_file is not None:
+        raise UserError("data and test_file both give the rows; give one")
     rows = config.test_file if data is None else data
     if rows is None:
         raise UserError("there are no rows to measure the model on; give data, or test_file")

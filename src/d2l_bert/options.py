@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import difflib
 import functools
 import inspect
 import numbers
@@ -197,9 +198,26 @@ def made(kind, config, given: dict):
         given: options by name, which replace those of `config`.
 
     Raises:
-        TypeError: there is no option of a name.
+        UserError: there is no option of a name.
     """
+    check_names(kind, given)
     return kind(**given) if config is None else dataclasses.replace(config, **given)
+
+
+def check_names(kind, given: dict) -> None:
+    """
+    Check that a dataclass of options has each of these.
+
+    Raises:
+        UserError: there is no option of a name.
+    """
+    known = [field.name for field in dataclasses.fields(kind)]
+    for name in given:
+        if name in known:
+            continue
+        similar = difflib.get_close_matches(name, known, n=1)
+        way_out = f"did you mean {similar[0]}?" if similar else f"help({kind.__name__}) has all"
+        raise UserError(f"there is no option {name!r:.100}; {way_out}")
 
 
 def default_of(field: dataclasses.Field) -> Any:

@@ -152,7 +152,10 @@ def read_labelled_rows(data: Any, task: Task, config: ScoreConfig) -> Split:
     with tempfile.TemporaryDirectory() as scratch:
         given = read_rows(data, task, config, Path(scratch))
     check_writable(Path(MISTAKES_FILE).suffix, given)
-    return as_the_task_reads("evaluated", given, task)
+    split = as_the_task_reads("evaluated", given, task)
+    if split.left_out:  # of a file each is refused at once
+        raise UserError(f"{split.title}: {split.left_out[0]}; mend the row, or take it out")
+    return split
 
 
 def _measure_and_write(name, config, task, split, row_results, mistakes) -> Score:
