@@ -25,10 +25,21 @@ from conftest import HEADS
 from small_models import make_rows, stacked
 from torch import nn
 from transformers import Trainer, TrainingArguments, pipeline
-from two_sides import ALIKE, BETTER, BY_PAGE, TABLE, WRONG, Known, compare, compared, make_sides
+from two_sides import (
+    ALIKE,
+    BETTER,
+    BY_PAGE,
+    LONGEST,
+    TABLE,
+    VOCABULARY,
+    WIDTH,
+    WRONG,
+    Known,
+    compare,
+    compared,
+    make_sides,
+)
 
-
-RELEASED = Path(__file__).parents[1] / "model_cards" / "d2l-bert-tiny-python-docs"
 
 WITH_LOSS = tuple(head for head in HEADS if head != "Model")
 OF_MLM = ("ForPreTraining", "ForMaskedLM")
@@ -63,10 +74,10 @@ def read(outputs, dtype=torch.float32):
 
 
 def gradients(side, model):
-    """By weight. Softmax does not see the biases of keys: their gradients are 0, rounded to anything, and left out."""
+    """By weight; without biases of keys and of choices' scores, which softmax does not see: rounding errors."""
     found = {}
     for name, weight in model.named_parameters():
-        if weight.grad is not None and not name.endswith("key.bias"):
+        if weight.grad is not None and not name.endswith("key.bias") and weight.numel() > 1:
             found[name] = weight.grad
     return side.by_weight(found)
 
@@ -197,26 +208,26 @@ INPUTS = {
     "segments too many": lambda batch: batch["token_type_ids"].fill_(2),
     "int32 ids": lambda batch: batch.update(input_ids=batch["input_ids"].int()),
     "float ids": lambda batch: batch.update(input_ids=batch["input_ids"].float()),
-    "an id too large": lambda batch: batch["input_ids"].fill_(8192),
+    "an id too large": lambda batch: batch["input_ids"].fill_(VOCABULARY),
     "an id below 0": lambda batch: batch["input_ids"].fill_(-1),
     "positions": lambda batch: batch.update(position_ids=torch.arange(12).flip(0)[None]),
     "positions of each row": lambda batch: batch.update(position_ids=torch.arange(12).expand(8, -1) + 3),
-    "positions too large": lambda batch: batch.update(position_ids=torch.arange(12)[None] + 510),
+    "positions too large": lambda batch: batch.update(position_ids=torch.arange(12)[None] + LONGEST - 2),
     "vectors for ids": lambda batch: batch.update(
-        inputs_embeds=torch.linspace(-1, 1, 8 * 12 * 128).view(8, 12, 128), input_ids=None
+        inputs_embeds=torch.linspace(-1, 1, 8 * 12 * WIDTH).view(8, 12, WIDTH), input_ids=None
     ),
-    "ids and vectors": lambda batch: batch.update(inputs_embeds=torch.zeros(8, 12, 128)),
+    "ids and vectors": lambda batch: batch.update(inputs_embeds=torch.zeros(8, 12, WIDTH)),
     "nothing": lambda batch: batch.clear(),
     "no rows": lambda batch: batch.update({name: value[:0] for name, value in batch.items()}),
     "no tokens": lambda batch: batch.update({name: value[:, :0] for name, value in batch.items()}),
     "one row": lambda batch: batch.update({name: value[:1] for name, value in batch.items()}),
     "one token": lambda batch: batch.update({name: value[:, :1] for name, value in batch.items()}),
-    "513 tokens": lambda batch: batch.update({name: torch.ones(1, 513, dtype=torch.long) for name in batch}),
-    "512 tokens": lambda batch: batch.update({name: torch.ones(1, 512, dtype=torch.long) for name in batch}),
+    "a row too long": lambda batch: batch.update(dict.fromkeys(batch, torch.ones(1, LONGEST + 1, dtype=torch.long))),
+    "the longest row": lambda batch: batch.update(dict.fromkeys(batch, torch.ones(1, LONGEST, dtype=torch.long))),
     "ids (T,)": lambda batch: batch.update(input_ids=batch["input_ids"][0]),
     "an unknown argument": lambda batch: batch.update(no_such_argument=1),
     "a head mask": lambda batch: batch.update(head_mask=torch.ones(2, 4)),
-    "states of an encoder": lambda batch: batch.update(encoder_hidden_states=torch.zeros(8, 12, 128)),
+    "states of an encoder": lambda batch: batch.update(encoder_hidden_states=torch.zeros(8, 12, WIDTH)),
     "use_cache": lambda batch: batch.update(use_cache=True),
     "past key values": lambda batch: batch.update(past_key_values=None),
 }
@@ -303,7 +314,7 @@ def loss_and_kind_of_problem(side, problem, mode):
         side.folder / "ForPreTraining", num_labels=num_labels, problem_type=kind
     )
     with torch.no_grad():
-        model.classifier.weight.copy_(torch.linspace(-1, 1, num_labels * 128).view(num_labels, 128))
+        model.classifier.weight.copy_(torch.linspace(-1, 1, num_labels * WIDTH).view(num_labels, WIDTH))
     loss = model.train(mode == "train")(**batch_of("ForSequenceClassification", labels=False), labels=labels).loss
     return float(loss), model.config.problem_type
 
@@ -513,9 +524,16 @@ def flops(side, mode):
     return counter.get_total_flops()
 
 
+def untied(side, mode):
+    """A model for masks whose decoder has a weight of its own, with the values of the embeddings."""
+    model = side.model("ForMaskedLM", mode)
+    side.module(model, "mlm.decoder").weight = nn.Parameter(model.get_input_embeddings().weight.detach().clone())
+    return model
+
+
 @compared("hooks", name=("weight_norm", "spectral_norm"))
 def parametrized_decoder(side, name):
-    model = side.model("ForMaskedLM", "train", tie_word_embeddings=False)
+    model = untied(side, "train")
     decoder = side.module(model, "mlm.decoder")
     getattr(torch.nn.utils.parametrizations, name)(decoder)
     return float(model(**batch_of("ForMaskedLM")).loss)
@@ -549,7 +567,7 @@ def and_loading_again(side, head, dtype):
 
 @compared("saving", head=FEW_HEADS)
 def in_shards(side, head):
-    side.model(head).save_pretrained(side.place, max_shard_size="500KB")
+    side.model(head).save_pretrained(side.place, max_shard_size="20KB")
     is_sharded = (side.place / "model.safetensors.index.json").exists()
     return is_sharded, state(side, side.class_of(head).from_pretrained(side.place))
 
@@ -677,10 +695,10 @@ OPTIONS = {
     "hidden_act='gelu'": {"hidden_act": "gelu"},
     "num_hidden_layers=1": {"num_hidden_layers": 1},
     "num_hidden_layers=3": {"num_hidden_layers": 3},
-    "max_position_embeddings=64": {"max_position_embeddings": 64},
-    "max_position_embeddings=64, sizes ignored": {"max_position_embeddings": 64, "ignore_mismatched_sizes": True},
-    "vocab_size=9000": {"vocab_size": 9000},
-    "vocab_size=9000, sizes ignored": {"vocab_size": 9000, "ignore_mismatched_sizes": True},
+    "max_position_embeddings=32": {"max_position_embeddings": 32},
+    "max_position_embeddings=32, sizes ignored": {"max_position_embeddings": 32, "ignore_mismatched_sizes": True},
+    "vocab_size=200": {"vocab_size": 200},
+    "vocab_size=200, sizes ignored": {"vocab_size": 200, "ignore_mismatched_sizes": True},
     "tie_word_embeddings=False": {"tie_word_embeddings": False},
     "num_attention_heads=8": {"num_attention_heads": 8},
     "num_attention_heads=3": {"num_attention_heads": 3},
@@ -817,7 +835,7 @@ def embeddings(side, head):
     return model.get_input_embeddings().weight, None if out is None else out.weight
 
 
-SIZES = (8192, 8200, 8000, 100)
+SIZES = (VOCABULARY, VOCABULARY + 8, VOCABULARY - 8, 50)
 
 
 @compared("model", size=SIZES, head=FEW_HEADS, multiple=(None, 64), mean=(True, False))
@@ -830,23 +848,23 @@ def resized(side, size, head, multiple, mean):
     batch = {name: value.clamp(max=39) for name, value in batch_of(head).items()}
     outputs = model(**batch)
     found = outputs["logits" if "logits" in outputs else "last_hidden_state"]
-    common = found[..., : min(size, 8192)] if head == "ForMaskedLM" else found
+    common = found[..., : min(size, VOCABULARY)] if head == "ForMaskedLM" else found
     return model.config.vocab_size, is_tied, tuple(found.shape), common
 
 
 @compared("model", head=OF_MLM, mode=MODES)
 def resized_and_trained(side, head, mode):
     model = side.model(head, mode)
-    model.resize_token_embeddings(8200, mean_resizing=False)
+    model.resize_token_embeddings(VOCABULARY + 8, mean_resizing=False)
     with torch.no_grad():
-        model.get_input_embeddings().weight[8192:] = 0.01
+        model.get_input_embeddings().weight[VOCABULARY:] = 0.01
     batch = batch_of(head)
-    batch["labels"][:, 0] = 8195
+    batch["labels"][:, 0] = VOCABULARY + 3
     model(**batch).loss.backward()
     return model.get_output_embeddings().weight.grad, model.get_output_embeddings().bias
 
 
-@compared("model", head=FEW_HEADS, size=(600, 64))
+@compared("model", head=FEW_HEADS, size=(80, 32))
 def other_positions(side, head, size):
     model = side.model(head)
     model.resize_position_embeddings(size)
@@ -864,7 +882,7 @@ def pruned(side, head):
 def other_input_embeddings(side, head):
     model = side.model(head)
     torch.manual_seed(0)
-    model.set_input_embeddings(nn.Embedding(8192, 128))
+    model.set_input_embeddings(nn.Embedding(VOCABULARY, WIDTH))
     return first_logits(side, model, head)
 
 
@@ -872,7 +890,7 @@ def other_input_embeddings(side, head):
 def other_output_embeddings(side, bias, head, mode):
     model = side.model(head, mode)
     torch.manual_seed(0)
-    model.set_output_embeddings(nn.Linear(128, 8192, bias=bias))
+    model.set_output_embeddings(nn.Linear(WIDTH, VOCABULARY, bias=bias))
     loss = model(**batch_of(head)).loss
     loss.backward()
     return float(loss), gradients(side, model)["bert.embeddings.word_embeddings.weight"]
@@ -882,7 +900,7 @@ def other_output_embeddings(side, bias, head, mode):
 def tied_again(side, head):
     model = side.model(head, tie_word_embeddings=True)
     torch.manual_seed(0)
-    model.set_input_embeddings(nn.Embedding(8192, 128))
+    model.set_input_embeddings(nn.Embedding(VOCABULARY, WIDTH))
     model.tie_weights()
     return first_logits(side, model, head)
 
@@ -949,7 +967,7 @@ def has_the_method(side, method):
     return callable(getattr(side.model("ForMaskedLM"), method))
 
 
-@compared("model", head=HEADS, call=("generate", "get_decoder", "prepare_inputs_for_generation"))
+@compared("model", head=HEADS, call=("generate", "prepare_inputs_for_generation"))
 def refuses_to_write_text(side, head, call):
     return type(getattr(side.model(head), call)(torch.arange(5, 10)[None])).__name__
 
@@ -993,7 +1011,7 @@ OF_PIPELINE = {
 def as_numbers(value):
     """Lists of numbers as tensors, so that they are compared with a tolerance."""
     if isinstance(value, list) and value and isinstance(value[0], (float, list)):
-        with contextlib.suppress(TypeError, ValueError):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
             return torch.tensor(value)
     if isinstance(value, (list, tuple)):
         return [as_numbers(entry) for entry in value]
@@ -1093,7 +1111,8 @@ def accumulation_is_one_batch(side, head, micro):
 @compared("Trainer", head=WITH_LOSS, option=("bf16", "gradient_checkpointing", "label_smoothing_factor"))
 def with_the_option(side, head, option):
     value = 0.1 if option == "label_smoothing_factor" else True
-    return trained(side, head, micro=8, steps=2, **{option: value})["losses"]
+    losses = trained(side, head, micro=8, steps=2, **{option: value})["losses"]
+    return torch.tensor(losses, dtype=torch.bfloat16 if option == "bf16" else torch.float32)
 
 
 @compared("Trainer", head=TUNED, optimizer=("adamw_torch", "adafactor", "lion_8bit"))
@@ -1207,7 +1226,7 @@ def encodes(side, pooling, normalized):
     from sentence_transformers import SentenceTransformer, models
 
     encoder = models.Transformer(str(side.folder / "Model"))
-    pool = models.Pooling(128, pooling_mode=pooling)
+    pool = models.Pooling(WIDTH, pooling_mode=pooling)
     made = SentenceTransformer(modules=[encoder, pool], device="cpu")
     return made.encode(SENTENCES, convert_to_tensor=True, normalize_embeddings=normalized)
 
@@ -1228,7 +1247,7 @@ def cross_encoder(side, labels):
     torch.manual_seed(0)
     made = CrossEncoder(str(side.folder / "ForPreTraining"), num_labels=labels, device="cpu")
     with torch.no_grad():
-        made.model.classifier.weight.copy_(torch.linspace(-1, 1, labels * 128).view(labels, 128))
+        made.model.classifier.weight.copy_(torch.linspace(-1, 1, labels * WIDTH).view(labels, WIDTH))
     return torch.as_tensor(made.predict([(SENTENCES[0], SENTENCES[1]), (SENTENCES[2], SENTENCES[1])]))
 
 
@@ -1264,7 +1283,7 @@ def computes_under(side, what):
     return first_logits(side, model)
 
 
-@compared("Accelerate", size=("500KB", "2MB"))
+@compared("Accelerate", size=("20KB", "40KB"))
 def infers_a_map_of_devices(side, size):
     from accelerate import infer_auto_device_map
 
@@ -1276,7 +1295,7 @@ def infers_a_map_of_devices(side, size):
 
 def encoder_decoder(side):
     torch.manual_seed(0)
-    size = {"vocab_size": 8192, "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    size = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.BertConfig(**size, intermediate_size=64, is_decoder=True, add_cross_attention=True)
     decoder = transformers.BertLMHeadModel(config)
     model = transformers.EncoderDecoderModel(encoder=side.model("Model"), decoder=decoder)
@@ -1429,31 +1448,51 @@ def dynamic_with_labels(side, head, mode):
     return float(model.train(mode == "train")(**batch_of(head)).loss)
 
 
-@compared("pruning", head=OF_MLM, mode=MODES)
-def of_weights_by_torch(side, head, mode):
+@compared("pruning", mode=MODES)
+def of_weights_by_torch(side, mode):
     from torch.nn.utils import prune
 
-    model = side.model(head, mode, tie_word_embeddings=False)
+    model = untied(side, mode)
     for layer in ("mlm.decoder", "bert.encoder.layer.0.attention.query"):
         prune.l1_unstructured(side.module(model, layer), "weight", amount=0.5)
-    return float(model(**batch_of(head)).loss)
+    return float(model(**batch_of("ForMaskedLM")).loss)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The differences that are known, and the program
 
-PAGE = "docs/loading.md, differs in training"
+PAGE = "docs/loading.md, where it differs from stock BERT"
 EMPTY = "empty batches are computed"
 KINDS = "whole numbers of any kind are labels"
 KNOWN = (
-    Known("outputs: of a batch with labels For* train *", "ours alone has ??, stock alone *logits*", BY_PAGE, PAGE),
+    Known("outputs: of a batch with labels ForPreTraining train *", "ours * stock alone *logits*", BY_PAGE, PAGE),
+    Known("outputs: of a batch with labels ForMaskedLM train *", "ours * stock alone *logits*", BY_PAGE, PAGE),
     Known("outputs: logits by place in training *", "*", BY_PAGE, PAGE),
     Known("inputs: logits no rows * eager", "* for refused (RuntimeError: cannot reshape*", BETTER, EMPTY),
     Known("inputs: logits no tokens * eager", "* for refused (RuntimeError: cannot reshape*", BETTER, EMPTY),
     Known("inputs: loss of labels int32 *", "* for refused (RuntimeError: expected target dtype*", BETTER, KINDS),
     Known("inputs: loss * several classes in whole numbers *", "* for refused (RuntimeError: *", BETTER, KINDS),
     Known("inputs: loss of labels a column ForMultipleChoice *", "* for refused *", BETTER, "as for other heads"),
-    Known("inputs: loss of labels flat *", "refused (ValueError: labels of shape * do not fit *", BY_PAGE, PAGE),
+    Known("inputs: loss of labels flat For[PMT]*[gMn] *", "refused (ValueError: labels of shape *", BY_PAGE, PAGE),
+    Known("gradients: of the norm of gradients ForPreTraining train", "refused (* skip_logits=False *", BY_PAGE, PAGE),
+    Known("gradients: of the norm of gradients ForMaskedLM train", "refused (* skip_logits=False *", BY_PAGE, PAGE),
+    Known("hooks: reads bert.embeddings forward pre *", "* for refused (IndexError*", BETTER, "gets the ids"),
+    Known("hooks: reads bert.pooler*", "*float32 (8, 1, 32) for float32 (8, *", BY_PAGE, PAGE),
+    Known("hooks: of all modules count *", "* 3 entries for 2", BY_PAGE, PAGE),
+    Known("saving: * another For[ST]*Classification ForMultipleChoice", "* for refused *", BETTER, "a new head"),
+    Known("saving: * another ForMultipleChoice For[ST]*Classification", "* for refused *", BETTER, "a new head"),
+    Known("from_pretrained: takes a problem_type that is none *", "refused (ValueError: problem*", BETTER, "told"),
+    Known("from_pretrained: takes tie* ForMaskedLM", "?0?: 1 entries for 2", BETTER, "the decoder keeps its bias"),
+    Known("Auto classes: loads AutoModelForCausalLM", "refused (ValueError: Unrecognized *", BY_PAGE, PAGE),
+    Known("configuration: has the field is_decoder", "refused (AttributeError*", BY_PAGE, PAGE),
+    Known("configuration: has the field add_cross_attention", "refused (AttributeError*", BY_PAGE, PAGE),
+    Known("configuration: has the field use_cache", "refused (AttributeError*", BY_PAGE, PAGE),
+    Known("configuration: has the field ?os_token_id", "refused (AttributeError*", BY_PAGE, PAGE),
+    Known("configuration: takes a new value hidden_dropout_prob [Tx]*", "* for refused (Strict*", BY_PAGE, PAGE),
+    Known("model: attribute _supports_flash_attn", "False for True", BY_PAGE, PAGE),
+    Known("tracing: jit trace with dropout *", "refused (RuntimeError*", BY_PAGE, PAGE),
+    Known("PEFT: trains PrefixTuningConfig *", "refused *", BY_PAGE, PAGE),
+    Known("encoder and decoder: from two folders decoder", "refused (ValueError: Unrecognized*", BY_PAGE, PAGE),
 )
 
 
@@ -1462,7 +1501,7 @@ def results(names=(), with_slow=True):
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as place:
-        ours, stock = make_sides(RELEASED, Path(place))
+        ours, stock = make_sides(SENTENCES, Path(place))
         for comparison in TABLE:
             is_asked = not names or any(fnmatchcase(comparison.name, f"{name}*") for name in names)
             if is_asked and (with_slow or not comparison.is_slow):

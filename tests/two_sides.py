@@ -11,12 +11,26 @@ from pathlib import Path
 import torch
 import transformers
 from conftest import HEADS
+from small_models import spread
 from torch import nn
 
 import d2l_bert
 from d2l_bert.modeling.conversion import BERT_NAMES, renamed
 from d2l_bert.modeling.convert import convert
 
+
+VOCABULARY, WIDTH, LONGEST = 160, 32, 64
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": LONGEST,
+    "initializer_range": 0.3,  # of heads that are new
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 
 ALIKE, BETTER, BY_PAGE, WRONG = "alike", "better", "by page", "WRONG"
 
@@ -82,26 +96,24 @@ def loaded(side, head, dtype, attention, changes):
     )
 
 
-def make_sides(model: Path, place: Path) -> tuple[Side, Side]:
+def make_sides(texts: list[str], place: Path) -> tuple[Side, Side]:
     """
-    Write a model of ours with each head, those that it lacks being new, and what `convert --to bert` makes of each.
+    Write a small model of ours with each head, and what `convert --to bert` makes of each, in an empty folder.
 
-    Args:
-        model: a folder of ours.
-        place: an empty folder.
+    All heads share the encoder and its random weights.
     """
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    sides = []
-    for name in ("ours", "stock"):
-        files = place / name / "files"
-        files.mkdir(parents=True)
-        sides.append(Side(name, place / name, files))
-    ours, stock = sides
+    tokenizer = d2l_bert.train_wordpiece(texts, vocab_size=VOCABULARY, min_frequency=1, model_max_length=LONGEST)
+    architecture = d2l_bert.D2lBertConfig(**SIZES, embedding_layer_norm=True, tie_word_embeddings=True)
+    ours = Side("ours", place / "ours", place)
+    stock = Side("stock", place / "stock", place)
+    spread(d2l_bert.D2lBertForPreTraining(architecture)).save_pretrained(place / "made")
     for head in HEADS:
-        torch.manual_seed(0)
         options = {"num_labels": 3} if head in ("ForSequenceClassification", "ForTokenClassification") else {}
-        ours.class_of(head).from_pretrained(model, **options).save_pretrained(ours.folder / head)
+        torch.manual_seed(0)
+        model = ours.class_of(head).from_pretrained(place / "made", **options)
+        model.save_pretrained(ours.folder / head)
         tokenizer.save_pretrained(ours.folder / head)
+        stock.folder.mkdir(exist_ok=True)
         convert(str(ours.folder / head), stock.folder / head, None, "bert")
     return ours, stock
 
