@@ -437,7 +437,7 @@ class MaskLM(nn.Module):
             states = states.to(torch.get_autocast_dtype(device))
         weight = self.decoder.weight
         bias = self.decoder.bias
-        loss, *_ = loss_and_gradients(states, weight, bias, labels.flatten().long(), self.compiles_gradient)
+        loss, *_ = loss_and_gradients(states, weight, bias, as_int64(labels).flatten(), self.compiles_gradient)
         return loss
 
 
@@ -511,13 +511,20 @@ def cross_entropy(logits, labels, num_items=None):
     float64.
 
     Raises:
-        ValueError: the labels do not have the shape of the logits without the last dimension.
+        ValueError: the labels do not have the shape of the logits without the last dimension, or are floats.
     """
     if labels.shape != logits.shape[:-1] and labels.shape != (*logits.shape[:-1], 1):
         raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}")
     exact = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
-    loss = F.cross_entropy(exact, labels.flatten().long(), reduction="mean" if num_items is None else "sum")
+    loss = F.cross_entropy(exact, as_int64(labels).flatten(), reduction="mean" if num_items is None else "sum")
     return loss if num_items is None else loss / num_items
+
+
+def as_int64(labels):
+    """Labels as int64; raises ValueError for floats, such as probabilities, which would all become 0."""
+    if labels.is_floating_point():
+        raise ValueError(f"labels are numbers of classes or tokens, whole numbers; got {labels.dtype}")
+    return labels.long()
 
 
 def slots_to_compute(labels):
@@ -993,7 +1000,7 @@ class D2lBertForPreTrainingOutput(ModelOutput):
     seq_relationship_logits: (B, 2), or (B, S, 2) for packed rows; column 0 says that B follows A.
     hidden_states: `num_hidden_layers + 1` tensors (B, T, H), on request.
     attentions: `num_hidden_layers` tensors (B, N, T, T), on request.
-    mlm_loss, nsp_loss: the two terms of `loss`; None without labels. Last, so that a tuple is as stock BERT's.
+    mlm_loss, nsp_loss: the two terms of `loss`; None without labels, and not in a tuple (`return_dict=False`).
     """
 
     loss: torch.FloatTensor | None = None
@@ -1081,6 +1088,8 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
         if next_sentence_label is not None:
             nsp_loss = cross_entropy(seq_relationship_logits, next_sentence_label, num_pairs_in_batch)
             loss = nsp_loss if loss is None else loss + nsp_loss
+        if not return_dict:
+            mlm_loss = nsp_loss = None  # a tuple has the entries of stock BERT's and no more
         found = D2lBertForPreTrainingOutput(
             loss=loss,
             mlm_loss=mlm_loss,
