@@ -23,6 +23,7 @@ from d2l_bert.training import devices, log, shards
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data.batches import Counts
 from d2l_bert.training.data.steps import TrainingSteps
+from d2l_bert.training.held_out import HeldOutPairs, held_out_counts
 from d2l_bert.training.learner import Learner
 from d2l_bert.training.optimizers import MovingAverage
 
@@ -203,6 +204,24 @@ def test_an_evaluation_has_the_figures_of_a_cpu(trained, books, tmp_path):
             assert main(["evaluate", str(trained), f"--corpus={books}", f"--output={files[name]}"]) == 0
     found, expected = (json.loads(files[name].read_text()) for name in ("gpu", "cpu"))
     assert_same_figures(found, expected)
+
+
+@pytest.mark.parametrize("objective", ["nsp", "none"])
+def test_an_evaluation_waits_at_most_once_a_batch(text, objective):
+    """For whether a mask masks nothing."""
+    run = PretrainConfig(corpus=["books"], vocab_size=200, max_seq_length=16, max_steps=1, objective=objective)
+    batches = list(HeldOutPairs(text.held_out, text.tokenizer, run, 64, "books"))
+    assert len(batches) > 3
+    torch.manual_seed(0)
+    model_class = D2lBertForMaskedLM if objective == "none" else D2lBertForPreTraining
+    model = model_class(D2lBertConfig(vocab_size=len(text.tokenizer), hidden_size=16, intermediate_size=32))
+    expected = held_out_counts(model, batches, "cpu", top_5=True)
+    with on_gpu() as gpu:
+        model.to(GPU)
+        gpu.waits.clear()
+        found = held_out_counts(model, batches, GPU, top_5=True)
+        assert sum(gpu.waits.values()) <= len(batches), gpu.waits
+        torch.testing.assert_close(found.cpu(), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])

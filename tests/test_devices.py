@@ -179,6 +179,8 @@ def test_eager_attention_is_chosen_on_a_cpu_except_for_long_rows_without_dropout
     [
         ("torch_compile", False, True, True),
         ("micro_batch_size", 128, 512, 3),
+        ("dataloader_num_workers", 0, 1, 0),
+        ("dataloader_num_workers", 0, 1, 2),
     ],
 )
 def test_defaults_depend_on_the_device_and_give_way_to_options(gpu, option, on_cpu, on_gpu, asked):

@@ -477,7 +477,7 @@ def test_a_finished_run_is_replaced_or_gets_further_seeds(finished, command, tra
     folder = shutil.copytree(finished, tmp_path / "out")
     go_on = "--resume_from_checkpoint=latest"
     line = fails("finetune", trained, *command, f"--output_dir={folder}")
-    assert "--resume_from_checkpoint latest" in line and "replace it with --overwrite_output_dir" in line
+    assert "resume_from_checkpoint latest" in line and "replace it with overwrite_output_dir" in line
     before = read_record(folder / "metrics.json")
     weights = (folder / "model.safetensors").read_bytes()
     metrics = finetune(trained, folder, *command, "--num_seeds=3", go_on)

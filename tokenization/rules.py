@@ -367,7 +367,7 @@ def count_scripts(characters: dict[str, int]) -> Counter:
         for script in SCRIPTS:
             found = regex.findall(rf"\p{{{relation}={script}}}", letters)
             if found:
-                scripts[script] = sum(characters[character] for character in found)
+                scripts[script] += sum(characters[character] for character in found)
                 letters = letters.translate(dict.fromkeys(map(ord, found)))  # without those found
     return scripts
 

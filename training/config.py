@@ -223,9 +223,10 @@ class PretrainConfig(TextConfig):
         MACHINE,
         identity=False,
     )
-    dataloader_num_workers: int = option(
-        0,
-        "worker processes that make batches; with 0 a thread of this process makes them",
+    dataloader_num_workers: int | None = option(
+        None,
+        "worker processes that make batches, beside each process of the run; with 0 a thread of that process makes "
+        "them; the default is 1 on an NVIDIA GPU, else 0",
         MACHINE,
         identity=False,
         within="[0, 1024]",

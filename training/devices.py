@@ -111,6 +111,10 @@ def with_defaults(run: PretrainConfig, architecture: D2lBertConfig, accelerator:
       long sequence lengths.
     - `torch_compile`: true on CUDA.
     - `micro_batch_size`: on a CPU of `MICRO_BATCH_TOKENS`; on a GPU more, as many as fit into half of its memory.
+    - `dataloader_num_workers`: 1 on CUDA. A thread would hold up the process that feeds the GPU, as Python runs one of
+      them at a time; and where many processes share a step, it is the slower, as each draws the pairs of all: of 64
+      H100s with BERT-base each would take a step in 10 ms, and its thread make one in 13 (docs/performance.md). 0
+      elsewhere: on a CPU a worker would take a core from the training step.
 
     Raises:
         UserError: the device cannot compute the attention that was asked for.
@@ -142,6 +146,7 @@ def with_defaults(run: PretrainConfig, architecture: D2lBertConfig, accelerator:
         "attn_implementation": attention,
         "torch_compile": device == "cuda",
         "micro_batch_size": max(1, tokens // run.max_seq_length),
+        "dataloader_num_workers": 1 if device == "cuda" else 0,
     }
     missing = {name: value for name, value in defaults.items() if getattr(run, name) is None}
     return dataclasses.replace(run, **missing)

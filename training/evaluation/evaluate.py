@@ -32,13 +32,10 @@ class EvaluateResult:
     What was measured of models.
 
     Args:
-        models: of each its `model` (the name given), `class`, `parameters`, and as far as they were asked for
-            - `text`, the figures of `text.evaluate_text`;
-            - `blimp`, those of `minimal_pairs.blimp_results`, with `score`, the folder's `name`, and `title`
-              (`minimal_pairs.name_of_pairs`).
-
-            Each of both has `unknown_share`, the share of its characters in `[UNK]`; of a text, in a sample of
-            `SAMPLED_CHARACTERS`.
+        models: of each its `model` (the name given), `class`, `parameters`, and as far as they were asked for `text`,
+            the figures of `text.evaluate_text`, and `blimp`, those of `minimal_pairs.blimp_results` with `score`, the
+            folder's `name`, and `title` (`minimal_pairs.name_of_pairs`). Each of both has `unknown_share`, the share
+            of its characters in `[UNK]`; of a text, in a sample of `SAMPLED_CHARACTERS`.
         notes: a sentence for each reason why the figures cannot be compared, as of `notes_on`.
         lines: the scores of the lines of `line_scores`; [] if they went to `on_line`.
         output: the file with the figures; None if none was asked for.
