@@ -166,6 +166,14 @@ def test_messages_are_shown_at_a_prompt_unless_logging_is_set_up(monkeypatch, ca
     assert ("step 1" in said.err, "the end" in said.out) == (is_shown, is_shown)
 
 
+@pytest.mark.parametrize("disabled, has_bar", [("", True), ("1", False)])
+def test_a_prompt_has_bars_unless_the_variable_of_tqdm_turns_them_off(monkeypatch, capsys, disabled, has_bar):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    monkeypatch.setenv("TQDM_DISABLE", disabled)
+    assert list(messages.with_progress(range(3), "reading books", 3)) == [0, 1, 2]
+    assert ("reading books:   0%" in capsys.readouterr().err) == has_bar
+
+
 PROGRAM = f"""
 import sys
 import d2l_bert

@@ -333,7 +333,12 @@ def is_interactive() -> bool:
 
 
 def shows_bars() -> bool:
-    """Whether a person sees progress bars: in a terminal, and in a notebook, where stderr is none."""
+    """
+    Whether a person sees progress bars: in a terminal, and in a notebook, where stderr is none; unless tqdm's own
+    variable TQDM_DISABLE turns bars off.
+    """
+    if os.environ.get("TQDM_DISABLE"):
+        return False
     return sys.stderr.isatty() or is_interactive()
 
 
