@@ -1499,8 +1499,6 @@ KNOWN = (
 
 def results(names=(), with_slow=True):
     """Compare the calls of the table whose names begin as one of these patterns, or all, one after the other."""
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as place:
         ours, stock = make_sides(SENTENCES, Path(place))
         for comparison in TABLE:
@@ -1521,6 +1519,8 @@ def main():
     parser.add_argument("--fast", action="store_true", help="without what compiles, exports or starts processes")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     counts = collections.defaultdict(collections.Counter)
