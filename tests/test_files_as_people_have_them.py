@@ -9,6 +9,7 @@ import pytest
 
 from d2l_bert.messages import UserError
 from d2l_bert.tokenization import tables
+from d2l_bert.tokenization.account import WIDTH
 from d2l_bert.tokenization.files import lines_and_cells, lines_of_text_file, text_files
 from d2l_bert.training.finetuning.rows import read_file
 
@@ -134,3 +135,18 @@ def test_empty_lines_among_texts_are_counted(tmp_path, caplog):
         rows = read_file(str(path), "").rows
     assert [row.place for row in rows] == ["line 1", "line 3"]
     assert "2 empty lines are left out" in caplog.text
+
+
+def test_lines_about_a_file_with_a_long_name_stay_short(tmp_path, caplog):
+    """A person reads at a glance what is logged of what was read (`account.WIDTH`)."""
+    name = "x" * 90
+    rows = 'text\tlabel\n"One."\ta\n' + "text\tlabel\n" + '"Two."\tb\n'
+    (tmp_path / f"{name}.tsv").write_text(rows)
+    (tmp_path / f"{name}.jsonl").write_text('{"text": "\\ud800", "label": "a"}\n')
+    times = pa.table({"text": ["One."], "w" * 90: pa.array([10**15], pa.timestamp("ms"))})
+    pyarrow.parquet.write_table(times, tmp_path / f"{name}.parquet")
+    with caplog.at_level("INFO"):
+        for suffix in (".tsv", ".jsonl", ".parquet"):
+            list(tables.table_rows(tmp_path / f"{name}{suffix}"))
+    assert len(caplog.messages) == 4
+    assert max(map(len, caplog.messages)) <= WIDTH

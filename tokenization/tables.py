@@ -426,10 +426,9 @@ def values_of(rows: pa.RecordBatch | pa.Table, first: int, source: object, told:
         is_new_time = _is_time(column.type) and name not in told
         if is_new_time and any(isinstance(value, str) for value in columns[name]):
             told.add(name)
-            logger.warning(
-                f"{source}: column {name!r:.100} ({column.type}) has times outside of the years 1 to 9999, or in a "
-                f"time zone that is unknown here; they are read as text"
-            )
+            column_name = shortened(repr(name), 30)
+            where = short_name(Path(str(source)).name)
+            logger.warning(f"{where}: {column_name} has times that Python cannot hold; they are read as text")
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
@@ -658,7 +657,8 @@ def _json_rows(file):
             raise ValueError(f"line {number:,}: not a row of JSON ({reason}); repair it, or take it out") from None
         yield f"line {number:,}", row
     if replaced:
-        logger.warning(f"{file}: half a character (a surrogate alone) is replaced by U+FFFD in {replaced:,} rows")
+        name = short_name(file.name)
+        logger.warning(f"{name}: half a character (a lone surrogate) is replaced by U+FFFD in {replaced:,} rows")
 
 
 def _cell_rows(file, columns, separator, is_tsv):
@@ -697,15 +697,11 @@ def _cell_rows(file, columns, separator, is_tsv):
             headers.append(number)
         yield f"line {number:,}", dict(zip(names, cells, strict=True))
     if headers:
-        logger.warning(
-            f"{file}: the header stands again in line {headers[0]:,} ({len(headers):,} in all), and is read as a row; "
-            f"take it out"
-        )
+        again = f"stands again in line {headers[0]:,} ({len(headers):,} in all)"
+        logger.warning(f"{short_name(file.name)}: the header {again}; take it out")
     if quoted:
-        logger.warning(
-            f"{file}: {counted(quoted, 'cell')} in quotes, which are read as text, as TSV has none; if the program "
-            f"that wrote the file has added them, as pandas does, name it .csv"
-        )
+        cells = counted(quoted, "cell")
+        logger.warning(f"{short_name(file.name)}: {cells} in quotes, which are text in TSV; of pandas? name it .csv")
 
 
 def _numbered_cells(file, between, is_tsv):

@@ -66,23 +66,8 @@ def pretrain(
     architecture: D2lBertConfig, run: PretrainConfig, callbacks: Sequence[Callable[[dict], object]] = ()
 ) -> PretrainResult:
     """
-    Pretrain a BERT from text.
-
-    The settings of the allocator, which the command makes for its whole process (`commands.keep_freed_memory`), are
-    left to the calling program. Processes of a launched program stay connected when the run ends.
-
-    Args:
-        architecture: the model's configuration; `vocab_size` is replaced by the size of the tokenizer. With
-            `init_from` it must be `D2lBertConfig.from_pretrained(run.init_from)`, with any dropout.
-        run: all other options.
-        callbacks: functions that get each row of the training log as it is written (`log.RunLog`), in the main
-            process. What one raises ends the run.
-
-    Raises:
-        UserError: something that the user can fix, in one line.
-        KeyboardInterrupt: Ctrl-C stopped the run; a checkpoint is saved if the run had done a step.
-        SystemExit: so did SIGTERM; or, in a run of several processes, another process has raised an error, and shows
-            it.
+    Pretrain a BERT from text, with all options decided: `functions.pretrain` says what each argument is, what is
+    raised, and what stays as it is when the run ends.
     """
     processes.start_processes()
     with lost_processes_explained(), contextlib.ExitStack() as stack:
@@ -177,7 +162,7 @@ def train(
     The run starts from step 0, or goes on from a checkpoint. A dry run ends before the first step.
 
     Raises:
-        KeyboardInterrupt, SystemExit: as in `pretrain`.
+        KeyboardInterrupt, SystemExit: as in `functions.pretrain`.
         UserError: for example the text has no pair, memory ran out, training diverged, or the disk is full.
     """
     ranks = Ranks(accelerator.num_processes, accelerator.process_index)

@@ -213,6 +213,16 @@ def restore_host_settings() -> Iterator[None]:
     """
     if not _RUN.acquire(blocking=False):
         raise UserError("another run goes on in this process; wait for its end, or start a process for each run")
+    try:
+        with _settings_restored():
+            yield
+    finally:
+        _RUN.release()
+
+
+@contextlib.contextmanager
+def _settings_restored():
+    """The block of `restore_host_settings`, without its lock."""
     shared = [AcceleratorState._shared_state, GradientState._shared_state]  # dicts
     before = [dict(state) for state in shared]
     precision = torch.get_float32_matmul_precision()
@@ -231,4 +241,3 @@ def restore_host_settings() -> Iterator[None]:
             restore_flash_attention_impl()  # PyTorch's own
             if flash_attention is not None:
                 activate_flash_attention_impl(flash_attention)
-        _RUN.release()

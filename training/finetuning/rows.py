@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from d2l_bert import folders
-from d2l_bert.messages import READ_ERRORS, UserError, counted, explained
+from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, short_name
 from d2l_bert.model_cards.card import local_name
 from d2l_bert.tokenization import hub_datasets, tables
 from d2l_bert.tokenization.config import dataset_and_config
@@ -204,7 +204,8 @@ def _lines_with_text(file, title) -> Iterator[tuple[str, str]]:
             empty += 1
     if empty:
         what = counted(empty, "empty line is", "empty lines are")
-        logger.info(f"{title:.40}: {what} left out, so that rows do not have the numbers of their lines")
+        name = short_name(Path(title).name)
+        logger.info(f"{name}: {what} left out, so that rows do not have the numbers of their lines")
 
 
 def _rows_of_document(file, lines, title) -> Iterator[tuple[str, dict]]:
@@ -255,7 +256,7 @@ def _conll_rows(lines, title) -> Iterator[tuple[str, dict]]:
         kept_lines = {number for number, _ in kept}
         first = next(number for number, _ in numbered if number not in kept_lines)
         what = f"{counted(comments, 'line is', 'lines are')} left out as comments"
-        logger.info(shown_line(f"{title:.40}: {what}, first line {first:,}: {lines[first - 1]}"))
+        logger.info(shown_line(f"{short_name(Path(title).name)}: {what}, first line {first:,}: {lines[first - 1]}"))
     count = next((len(fields) for _, fields in kept if fields), 0)
     for number, fields in kept:
         if len(fields) not in (0, count):
@@ -603,10 +604,7 @@ def _columns_without_bytes(split):
     for row in split.rows:
         left_out.update(name for name, cell in row.cells.items() if _has_bytes(cell))
     for name in sorted(left_out):
-        logger.warning(
-            f"{split.title}: column {name!r:.100} holds bytes, and is left out, as a file of text has no form for "
-            f"them; .parquet has"
-        )
+        logger.warning(f"left out is column {name!r:.60}, which holds bytes; an output in .parquet has it")
     return [name for name in split.columns if name not in left_out]
 
 
