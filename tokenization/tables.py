@@ -426,9 +426,9 @@ def values_of(rows: pa.RecordBatch | pa.Table, first: int, source: object, told:
         is_new_time = _is_time(column.type) and name not in told
         if is_new_time and any(isinstance(value, str) for value in columns[name]):
             told.add(name)
-            column_name = shortened(repr(name), 30)
+            column_name = shortened(repr(name), 25)
             where = short_name(Path(str(source)).name)
-            logger.warning(f"{where}: {column_name} has times that Python cannot hold; they are read as text")
+            logger.warning(f"{where}: the times in {column_name} are beyond Python's, and read as text")
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
