@@ -259,28 +259,29 @@ def _remarks_on_losses(coverage, is_given):
         yield f"{share:.0%} of the words became another ({one:.20} = {other:.20}); {advice}"
 
 
+# Ways in which words were damaged before they were read: the share in `Contents`, how large it is before it is said,
+# and what it is, with what repairs it.
+DAMAGE = (
+    (
+        "mojibake",
+        NOTICEABLE,
+        "were read in a wrong encoding, as Windows-1252 (fÃ¼r for für); repair them: ftfy, or iconv",
+    ),
+    ("entities", NOTICEABLE, "hold entities of HTML (&quot;); replace them: html.unescape"),
+    ("tags", NOTICEABLE, "hold tags: <br />, <unk>, [SEP] or the like; take them out"),
+    ("escapes", REMARKED_ESCAPES, r"hold escapes for characters (\n, \u00e9); write the characters"),
+    ("reversed", NOTICEABLE, "are Hebrew written backwards, as out of PDF; reverse the lines"),
+    ("two_alphabets", NOTICEABLE, "mix Latin and Cyrillic letters, which look alike; write each word in one"),
+    ("twins", NOTICEABLE, "have the rarer of ş and ș, ي and ی or ك and ک, which look alike; write one of the two"),
+    ("zawgyi", NOTICEABLE, "are Burmese in Zawgyi, not Unicode; convert it: myanmar-tools"),
+)
+
+
 def remarks_on_damage(contents: Contents) -> Iterator[str]:
     """A short line for each way in which words were damaged before, with what repairs them."""
-    if contents["mojibake"] > NOTICEABLE:
-        share = f"{contents['mojibake']:.1%} of the words"
-        yield f"{share} were read in a wrong encoding, as Windows-1252 (fÃ¼r for für); repair them: ftfy, or iconv"
-    if contents["entities"] > NOTICEABLE:
-        yield f"{contents['entities']:.1%} of the words hold entities of HTML (&quot;); replace them: html.unescape"
-    if contents["tags"] > NOTICEABLE:
-        yield f"{contents['tags']:.1%} of the words hold tags: <br />, <unk>, [SEP] or the like; take them out"
-    if contents["escapes"] > REMARKED_ESCAPES:
-        share = f"{contents['escapes']:.1%} of the words"
-        yield rf"{share} hold escapes for characters (\n, \u00e9); write the characters"
-    if contents["reversed"] > NOTICEABLE:
-        yield f"{contents['reversed']:.1%} of the words are Hebrew written backwards, as out of PDF; reverse the lines"
-    if contents["two_alphabets"] > NOTICEABLE:
-        share = f"{contents['two_alphabets']:.1%} of the words"
-        yield f"{share} mix Latin and Cyrillic letters, which look alike; write each word in one"
-    if contents["twins"] > NOTICEABLE:
-        share = f"{contents['twins']:.1%} of the words"
-        yield f"{share} have the rarer of ş and ș, ي and ی or ك and ک, which look alike; write one of the two"
-    if contents["zawgyi"] > NOTICEABLE:
-        yield f"{contents['zawgyi']:.1%} of the words are Burmese in Zawgyi, not Unicode; convert it: myanmar-tools"
+    for kind, least, what in DAMAGE:
+        if contents[kind] > least:
+            yield f"{contents[kind]:.1%} of the words {what}"
 
 
 def _remarks_on_letters(contents, tokenizer, is_given, language):

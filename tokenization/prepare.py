@@ -166,7 +166,7 @@ def _say_what_was_read(text, reading, account):
 
 
 def _say_some(label, items, most_lines, account):
-    """Say the first of some items, as many as fit into so many lines, each line with a label; keep all of them."""
+    """Log as many items as fit into `most_lines` lines, each of which begins with the label; keep all items."""
     for line in packed(label, items, most_lines):
         account.say(line)
     account.keep(f"{label}, all: {'; '.join(items) or 'nothing'}")

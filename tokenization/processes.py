@@ -43,7 +43,7 @@ def in_order(function: Callable, items: Sequence, processes: int) -> Iterator:
         with errors_of_workers():
             yield from loader
     except (RuntimeError, BlockingIOError) as error:
-        # A system without room for another process gives a BlockingIOError, too. Other errors are of the function.
+        # BlockingIOError: the system has no room for another process. A RuntimeError may be one of `function` itself.
         if isinstance(error, RuntimeError) and not re.search(_ENDED, str(error)):
             raise
         reason = " ".join(str(error).split())

@@ -45,12 +45,12 @@ CONTINUATION = "##"
 VOCABULARY_FILE = "vocab.txt"
 
 
-# `choose_alphabet` weighs what an alphabet takes, as a share of the vocabulary's entries,
+# `choose_alphabet` weighs the share of the vocabulary's entries that an alphabet takes
 CHEAP_ALPHABET = 1 / 4  # which every text may take, however rare its characters are
 LARGE_ALPHABET = 1 / 2
 LARGEST_ALPHABET = 3 / 4
 
-# against what it leaves in [UNK], as a share of the text: the words with a character that is not in the alphabet.
+# against the share of the text's words that it leaves in [UNK], as they have a character outside of it.
 FEW_UNKNOWN = 0.001
 MANY_UNKNOWN = 0.008  # held-out text, which has characters of its own, then stays below 1 %
 MOST_UNKNOWN = 0.05
