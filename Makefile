@@ -69,7 +69,7 @@ quality: .venv/with-tests
 # Check the type hints of the public names, as a program that uses them sees them.
 types: .venv/with-tests
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --upgrade --target build/types .
-	MYPYPATH=build/types $(BIN)/python -m mypy --strict --follow-imports silent tests/typed_use.py
+	MYPYPATH=build/types $(BIN)/python -m mypy --strict --follow-imports silent tests/typed_use.py tests/all_ways.py
 
 # The documentation as a site in build/site. A warning, such as that of a link to nothing, is an error.
 site: .venv/with-tests

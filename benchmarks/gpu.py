@@ -30,6 +30,7 @@ import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import torch
@@ -39,12 +40,21 @@ from benchmarks.turns import BASE, Task, heading, positive
 from d2l_bert import RECIPES, D2lBertConfig
 from d2l_bert.__main__ import main as d2l_bert
 from d2l_bert.training.data.unpadded import VARLEN, without_padding
-from d2l_bert.training.devices import matmul_peak
+from d2l_bert.training.devices import MATMUL_DTYPES, default_precision, matmul_peak, with_defaults
 
 
-NOMINAL = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # dense bf16 products, operations a second
+# Dense products in bf16, on T4 and V100 in fp16, in operations a second.
+NOMINAL = {
+    "T4": 65e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "A100": 312e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+}
 
-COMPILED = "bf16-padded-compiled bf16-packed-compiled bf16-packed-compiled-nocudnn"
+COMPILED = "bf16-padded-compiled bf16-packed-compiled bf16-packed-compiled-varlen bf16-packed-compiled-nocudnn"
 EAGER = "fp32-padded fp32-packed bf16-padded bf16-packed bf16-packed-nocudnn fp16-padded"
 
 # Name: seconds at most, and the arguments of the function that the name's first word names. In the order of value.
@@ -54,6 +64,7 @@ STEPS = {
     "losses-eager": (120, {"variants": EAGER}),
     "losses-compiled": (150, {"variants": COMPILED}),
     "speed-128-padded": (100, {"length": 128}),
+    "speed-128-varlen": (100, {"length": 128, "kind": "varlen"}),
     "speed-128-stock": (100, {"length": 128, "kind": "stock"}),
     "profile-128-padded": (90, {"length": 128}),
     "resume": (100, {}),
@@ -63,7 +74,6 @@ STEPS = {
     "speed-512-stock": (100, {"length": 512, "kind": "stock"}),
     "profile-512-varlen": (90, {"length": 512, "kind": "varlen"}),
     "launched": (150, {}),
-    "speed-128-varlen": (100, {"length": 128, "kind": "varlen"}),
     "speed-128-packed": (100, {"length": 128, "packing": True}),
     "speed-512-padded-cudnn": (100, {"length": 512, "cudnn": True}),
 }
@@ -72,7 +82,7 @@ STEPS = {
 RUN = (
     "pretrain --recipe tiny --optim adamw --attention_init normal --length_schedule none --learning_rate 1e-3 "
     "--max_seq_length 64 --hidden_dropout_prob 0 --attention_probs_dropout_prob 0 --logging_steps 1 "
-    "--global_batch_size 64 --max_eval_pairs 32 --attn_implementation sdpa"
+    "--global_batch_size 64 --max_eval_pairs 32"
 ).split()
 
 
@@ -81,7 +91,9 @@ def main() -> None:
     parser.add_argument("--corpus", nargs="+", default=["python-docs"], metavar="PATH")
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="beginnings of the names of steps")
     parser.add_argument("--budget", type=positive, default=560, help="seconds for all steps together")
-    parser.add_argument("--tokens", type=positive, default=2**15, help="in a micro-batch of BERT-base (32,768)")
+    parser.add_argument(
+        "--tokens", type=positive, help="in a micro-batch of BERT-base; by default what fits, as in a run"
+    )
     parser.add_argument("--dry", action="store_true", help="tiny sizes, on the CPU")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -169,7 +181,14 @@ def environment(arguments):
 
 
 def peak(arguments):
-    return matmul_peak(torch.device(arguments.device), torch.bfloat16, 0.01 if arguments.dry else 0.3)
+    dtype = MATMUL_DTYPES[half_precision(arguments)]
+    return matmul_peak(torch.device(arguments.device), dtype, 0.01 if arguments.dry else 0.3)
+
+
+def half_precision(arguments) -> str:
+    """The `mixed_precision` of the measured steps: `bf16`, or on GPUs before Ampere `fp16`."""
+    is_before_ampere = arguments.device == "cuda" and default_precision(torch.device("cuda")) == "fp16"
+    return "fp16" if is_before_ampere else "bf16"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -184,8 +203,12 @@ def losses(arguments, variants):
         if arguments.dry and (precision == "fp16" or "compiled" in more):
             yield {"variant": variant, "skipped": "not on a CPU, or too slow there"}
             continue
+        if precision == "bf16" and half_precision(arguments) == "fp16":  # nor varlen
+            yield {"variant": variant, "skipped": "not on a GPU before Ampere"}
+            continue
         options = ["--packing", str(layout == "packed"), "--torch_compile", str("compiled" in more)]
         options += ["--mixed_precision", "no" if precision == "fp32" else precision]
+        options += ["--attn_implementation", VARLEN if VARLEN in more else "sdpa"]
         options += ["--max_steps", "4" if arguments.dry else "30", "--micro_batch_size", "32"]
         folder = arguments.folder / f"{arguments.step}-{variant}"
         code = d2l_bert([*RUN, "--corpus", *arguments.corpus, *options, "--output_dir", str(folder)])
@@ -251,12 +274,13 @@ def profile(arguments, **case):
 def measure(arguments, length, kind="ours", packing=False, cudnn=False):
     """A contestant, the file of its last step, and what its steps took."""
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
-    task = make_task(arguments, length, packing)
+    precision = half_precision(arguments)
+    task = make_task(arguments, length, packing, precision)
     steps = task.write_steps(arguments.folder, 3 if arguments.dry else 8)
     architecture = {name: getattr(task.architecture, name) for name in D2lBertConfig.__annotations__}
     variant = f"{'eager' if arguments.dry else 'compiled'}/sdpa/{task.run.micro_batch_size}"
     setup = {"name": kind, "architecture": architecture, "run": asdict(task.run), "device": arguments.device}
-    process = ContestantProcess({**setup, "variant": variant})
+    process = ContestantProcess({**setup, "variant": variant, "half": str(MATMUL_DTYPES[precision])})
     # A new shape may cost time; in the second round all are known.
     fresh = [1e3 * process.steps([step.file], [1e-4]) for step in steps]
     again = [1e3 * process.steps([step.file], [1e-4]) for step in steps]
@@ -280,7 +304,7 @@ def nominal_speed(gpu: str) -> float:
     return math.nan
 
 
-def make_task(arguments, length, packing) -> Task:
+def make_task(arguments, length, packing, precision) -> Task:
     """BERT-base without dropout; four micro-batches in a step."""
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     if arguments.dry:
@@ -291,9 +315,12 @@ def make_task(arguments, length, packing) -> Task:
     else:
         architecture = D2lBertConfig(**BASE, **no_dropout)
         _, run = RECIPES["base"]()
-        run = replace(run, vocab_size=30522)
-        pairs = arguments.tokens // length
+        run = replace(run, vocab_size=30522, max_seq_length=length, micro_batch_size=None)
+        device = SimpleNamespace(device=torch.device("cuda"), mixed_precision=precision)
+        as_in_a_run = with_defaults(run, architecture, device)
+        pairs = arguments.tokens // length if arguments.tokens else as_in_a_run.micro_batch_size
     plain = {"length_schedule": [], "batch_size_schedule": [], "mlm_probability": 0.15, "optim": "adamw"}
+    plain["mixed_precision"] = precision
     sizes = {"max_seq_length": length, "micro_batch_size": pairs, "global_batch_size": 4 * pairs}
     run = replace(run, corpus=arguments.corpus, **plain, **sizes, packing=packing, attn_implementation="sdpa")
     return Task("base", architecture, run, arguments.device)

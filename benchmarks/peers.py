@@ -196,13 +196,18 @@ SHARED = (
 
 
 class Stock:
-    """`BertForPreTraining` in bf16 with fused AdamW; `setup["variant"]` is MODE/ATTENTION/PAIRS, as eager/sdpa/64."""
+    """
+    `BertForPreTraining` with fused AdamW; `setup["variant"]` is MODE/ATTENTION/PAIRS, as eager/sdpa/64.
+
+    It computes in bf16, or in the dtype that `setup["half"]` names; then without a scaler, which costs little.
+    """
 
     def __init__(self, setup):
         from transformers import BertConfig, BertForPreTraining
 
         config = BertConfig(**{name: setup["architecture"][name] for name in SHARED})
         self.variant = setup["variant"]
+        self.half = getattr(torch, setup.get("half", "torch.bfloat16").removeprefix("torch."))
         self.device = setup["device"]
         mode, attention, pairs = self.variant.split("/")
         self.length = setup["run"]["max_seq_length"]
@@ -214,7 +219,7 @@ class Stock:
             self.model.compile()
 
     def __str__(self):
-        return f"stock BERT, transformers {version('transformers')}, bf16, fused AdamW, {self.variant}"
+        return f"stock BERT, transformers {version('transformers')}, {self.half}, fused AdamW, {self.variant}"
 
     def batches(self, micro_batches):
         step = whole_step(micro_batches, self.length, self.model.config.pad_token_id)
@@ -238,7 +243,7 @@ class Stock:
             group["lr"] = rate
         for part in parts:
             part = {name: tensor.to(self.device, non_blocking=True) for name, tensor in part.items()}
-            with torch.autocast(self.device, torch.bfloat16):
+            with torch.autocast(self.device, self.half):
                 loss = self.model(**part).loss / len(parts)
             loss.backward()
         self.optimizer.step()

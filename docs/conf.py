@@ -53,7 +53,7 @@ SIDEBAR = {
 
 
 def add_sidebar(app, name, content):
-    """Add the toctrees to the README, and the texts of `--help-all` to the page of the commands."""
+    """Add the toctrees to the README, and the texts of `--help_all` to the page of the commands."""
     if name == root_doc:
         for caption, pages in SIDEBAR.items():
             entries = "\n".join(pages)
@@ -63,9 +63,9 @@ def add_sidebar(app, name, content):
 
 
 def help_of(command):
-    """What `d2l-bert COMMAND --help-all` prints."""
+    """What `d2l-bert COMMAND --help_all` prints."""
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
-        main([command, "--help-all"])
+        main([command, "--help_all"])
     return printed.getvalue()
 
 

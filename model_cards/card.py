@@ -148,6 +148,7 @@ def _render(folder, name, parameters):
         head=facts.head_of(config),
     )
     examples = chosen_examples(records.metrics, records.recipe)
+    command = command_again(records.run_record, "finetune" if records.is_tuned else "pretrain", records.run)
     template = TEMPLATES.get_template("FINETUNED.md" if records.is_tuned else "TEMPLATE.md")
     return template.render(
         card_data=card_data(records, examples),
@@ -156,7 +157,8 @@ def _render(folder, name, parameters):
         examples=examples,
         prompt=shortest_prompt(folder, examples),
         pipeline_tag=PIPELINE_TAGS.get(records.head),
-        command=command_again(records.run_record, "finetune" if records.is_tuned else "pretrain", records.run),
+        command=command,
+        in_memory=IN_MEMORY.findall(command or ""),
         release_command=release_command(records.release),
         prepare_command=prepare_command(records.run),
     )
@@ -291,6 +293,10 @@ def shown_pictures(folder: Path, metrics: dict) -> dict[str, str]:
     """
     captions = {CURVES_FILE: "Training curves", **metrics.get("pictures", {})}
     return {quote(file): caption for file, caption in captions.items() if inside(folder, file).is_file()}
+
+
+# The names that stand for data and a tokenizer that a program had in memory (`hub_datasets`, `existing_tokenizers`).
+IN_MEMORY = re.compile(r"(?<=[ '])(?:dataset|tokenizer-in-memory)-[0-9a-f]{16}\b")
 
 
 def command_again(record: dict, command: str, run: dict) -> str | None:

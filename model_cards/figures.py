@@ -214,6 +214,24 @@ def has_collapsed(metrics: dict) -> bool:
 BASELINES = "know_nothing"
 
 
+# The entry of metrics.json with the standard errors of a fine-tuned model's figures over the rows of a split, the test
+# rows if they have labels, by metric; None where the rows do not show it, as where all are right.
+STANDARD_ERRORS = "standard_errors"
+
+
+def standard_error_sentences(metrics: dict) -> list[str]:
+    """For the card: the standard errors on each split that has some."""
+    sentences = []
+    for split, errors in metrics.get(STANDARD_ERRORS, {}).items():
+        shown = []
+        for name, value in errors.items():
+            if value is not None:
+                shown.append(f"{name.replace('_', ' ')} {shown_metric(name, value)}")
+        if shown:
+            sentences.append(f"Standard errors over the {split} rows: {', '.join(shown)}.")
+    return sentences
+
+
 def baseline_figures(metrics: dict) -> dict[str, float]:
     """
     The baseline's figures, by the keys that the run's own figures have in metrics.json.
@@ -297,6 +315,8 @@ def results_table(metrics: dict, splits: dict[str, dict]) -> str:
         warning = "; they chose the model, which is worse on new rows" if split == "validation" else ""
         lines.append(f"{split}: {rows} of {splits[split]['name']}; {unknown}{warning}")
         lines += aligned(_rows_of_seeds(metrics, split))
+        if split in metrics.get(STANDARD_ERRORS, {}):
+            lines.append("  standard error: over the rows; of a share of rows by its formula, else by a bootstrap")
         if metrics["f1_of"]:
             lines.append(f"  f1 is that of the class {metrics['f1_of']!r}")
         if baseline := baseline_sentence(metrics, split):
@@ -312,10 +332,14 @@ def _rows_of_seeds(metrics, split):
         results = {f"{label} (kept)" if label == kept else label: result for label, result in results.items()}
         results["mean"] = metrics["mean"][split]
         results["sd"] = metrics["sd"][split]
+    if split in metrics.get(STANDARD_ERRORS, {}):
+        label = "standard error (kept)" if len(metrics["seeds"]) > 1 else "standard error"
+        results[label] = metrics[STANDARD_ERRORS][split]
     names = metrics["metrics_shown"]
     table = [["", *names]]
     for label, result in results.items():
-        table.append([label, *(shown_metric(name, result[name]) for name in names)])
+        cells = ["-" if result[name] is None else shown_metric(name, result[name]) for name in names]
+        table.append([label, *cells])
     return table
 
 

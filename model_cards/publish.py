@@ -5,6 +5,7 @@ import hashlib
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +31,27 @@ from d2l_bert.model_cards.markdown import quoted
 AGAIN = "what has arrived is kept: when that is put right, the same command completes the upload"
 
 
-def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
+@dataclass(frozen=True)
+class PublishResult:
+    """
+    What was sent to the Hub, or is to be sent.
+
+    Args:
+        files: the size of each file in bytes, by its name in the repository.
+        url: of the model's page, or of the pull request; None after a dry run.
+        revision: the tag, or the branch without one; None for a pull request and after a dry run.
+        is_private: whether the repository is private; None after a dry run.
+        report: what the command prints.
+    """
+
+    files: dict[str, int]
+    url: str | None
+    revision: str | None
+    is_private: bool | None
+    report: str
+
+
+def publish(folder: Path, repo_id: str, config: PublishConfig) -> PublishResult:
     """
     Send a model folder to the Hub.
 
@@ -39,8 +60,7 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
             card, a card is written.
         repo_id: `owner/name`, or `name` for a repository of the token's account.
 
-    Returns:
-        A message for the user: the page's address and the revision. A dry run reports the files to send before.
+    A dry run reports the files to send, by logging.
 
     Raises:
         UserError: the folder fails a check, or the options contradict each other: then nothing was sent. Or the Hub
@@ -59,7 +79,7 @@ def publish(folder: Path, repo_id: str, config: PublishConfig) -> str:
         report_files(folder, files)
     checks.check_card(folder, config.license)
     if config.dry_run:
-        return "complete; nothing was sent"
+        return PublishResult(sizes_of(files), None, None, None, "complete; nothing was sent")
     return send(files, repo_id, config, tag_of(files))
 
 
@@ -71,17 +91,21 @@ def check_repo_id(repo_id: str) -> None:
 
 def report_files(folder: Path, files: dict[str, Path | bytes]) -> None:
     """Report the files to send, with sizes, and what else is in the folder."""
-    lines = []
-    total = 0
-    for name, file in files.items():
-        size = len(file) if isinstance(file, bytes) else file.stat().st_size
-        lines.append(f"  {size:>13,} bytes  {name}")
-        total += size
-    lines.append(f"  {total:>13,} bytes in all")
+    sizes = sizes_of(files)
+    lines = [f"  {size:>13,} bytes  {name}" for name, size in sizes.items()]
+    lines.append(f"  {sum(sizes.values()):>13,} bytes in all")
     sent = {name.partition("/")[0] for name in files}
     stays = sorted({path.name for path in folder.iterdir()} - sent)
     lines.append(f"stays here: {', '.join(stays) or 'nothing'}")
     report.info("\n".join(lines))
+
+
+def sizes_of(files: dict[str, Path | bytes]) -> dict[str, int]:
+    """The size of each file in bytes."""
+    sizes = {}
+    for name, file in files.items():
+        sizes[name] = len(file) if isinstance(file, bytes) else file.stat().st_size
+    return sizes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -106,7 +130,7 @@ def tag_of(files: dict[str, Path | bytes]) -> str:
     return f"model-{folders.short_hash(hashes)[:12]}"
 
 
-def send(files: dict[str, Path | bytes], repo_id: str, config: PublishConfig, tag: str | None = None) -> str:
+def send(files: dict[str, Path | bytes], repo_id: str, config: PublishConfig, tag: str | None = None) -> PublishResult:
     """
     Create the repository if it does not exist, send the files in one commit, and tag the commit.
 
@@ -116,9 +140,6 @@ def send(files: dict[str, Path | bytes], repo_id: str, config: PublishConfig, ta
     Args:
         files: from `outgoing`, of a folder that was checked.
         tag: the tag of the commit; None for none. A pull request gets none.
-
-    Returns:
-        The page's address and the revision.
 
     Raises:
         UserError: the Hub cannot be reached, or refuses a request.
@@ -140,13 +161,18 @@ def send(files: dict[str, Path | bytes], repo_id: str, config: PublishConfig, ta
             create_pr=config.create_pr,
         )
         if config.create_pr:
-            return f"proposed to {repo_id}: {commit.pr_url}"
+            said = f"proposed to {repo_id}: {commit.pr_url}"
+            return PublishResult(sizes_of(files), commit.pr_url, None, repository.private, said)
         if tag:
             api.create_tag(repo_id, tag=tag, revision=commit.oid, exist_ok=True)
         if repository.private and config.public:  # last: if a request above fails, the repository stays private
             api.update_repo_settings(repo_id, private=False)
-    kind = "private" if repository.private and not config.public else "public"
-    return f"published: {api.endpoint}/{repo_id} ({kind}), revision {revision or 'main'}; its card says how to load it"
+    is_private = repository.private and not config.public
+    url = f"{api.endpoint}/{repo_id}"
+    revision = revision or "main"
+    kind = "private" if is_private else "public"
+    said = f"published: {url} ({kind}), revision {revision}; its card says how to load it"
+    return PublishResult(sizes_of(files), url, revision, is_private, said)
 
 
 def operations(api: HfApi, repo_id: str, revision: str | None, files: dict[str, Path | bytes]) -> list:
@@ -257,7 +283,7 @@ def publish_run(folder: Path, repo_id: str, license: str, public: bool) -> str:
         public: whether the repository becomes public.
 
     Returns:
-        The message of `publish`.
+        What `publish` reports of the model.
 
     Raises:
         UserError: a model cannot be sent; the folder is complete all the same.
@@ -268,4 +294,4 @@ def publish_run(folder: Path, repo_id: str, license: str, public: bool) -> str:
     with explained(f"the model is complete in {folder}, and {shlex.join(command)} sends it", "", UserError):
         for saved in sorted(folder.glob("chck_*")):
             publish(saved, repo_id, PublishConfig(revision=saved.name, license=license))
-        return publish(folder, repo_id, PublishConfig(public=public))
+        return publish(folder, repo_id, PublishConfig(public=public)).report

@@ -7,17 +7,25 @@ from transformers import PreTrainedConfig
 
 
 ACTIVATIONS = ("relu", "gelu")
-# The limits of `initializer_range` and `layer_norm_eps`. Below 2^-126 a float32 loses digits or becomes 0. With
-# weights of about 50, attention scores exceed 1e6 and are rounded by 1 or more. The backward pass computes them again
-# in another order, and finds probabilities that overflow. PyTorch's own initial weights are about 1.
-SMALLEST = 2.0**-126
+
+# The limits of `initializer_range` and `layer_norm_eps`.
+SMALLEST = 2.0**-126  # below it a float32 loses digits or becomes 0
+# PyTorch's own initial weights are about 1. With weights of about 50, attention scores exceed 1e6 and are rounded by 1
+# or more; the backward pass computes them again in another order, and finds probabilities that overflow.
 LARGEST = 10.0
+
 PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
 
 # Fields that count something.
 SIZES = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
-    *("max_position_embeddings", "type_vocab_size", "num_labels"),
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+    "type_vocab_size",
+    "num_labels",
 )
 
 # Keyword arguments that every configuration of Transformers takes, besides the dataclass fields.
@@ -86,15 +94,19 @@ class D2lBertConfig(PreTrainedConfig):
     pad_token_id: int | None = 0
 
     def __post_init__(self, **kwargs):
-        # Transformers passes model_type from a saved config.json. All other calls are checked for misspelt names.
+        is_of_file = "model_type" in kwargs  # which Transformers passes from a saved config.json alone
+        if not is_of_file:
+            self._refuse_misspelt(kwargs)
+        super().__post_init__(**kwargs)
+        self.check()
+
+    def _refuse_misspelt(self, arguments):
         known = {field.name for field in dataclasses.fields(self)} | _COMMON_ARGUMENTS
-        for name in kwargs if "model_type" not in kwargs else ():
+        for name in arguments:
             if name not in known and not name.startswith("_"):
                 close = difflib.get_close_matches(name, sorted(known), n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise ValueError(f"D2lBertConfig has no argument {name!r}{hint}")
-        super().__post_init__(**kwargs)
-        self.check()
 
     def check(self) -> None:
         """Raise ValueError if a value is out of range, or if values contradict each other."""
@@ -106,9 +118,10 @@ class D2lBertConfig(PreTrainedConfig):
         between = f"between {SMALLEST:.1e} and {LARGEST:g}"
         self._require(["initializer_range", "layer_norm_eps"], _is_in_range, between)
         self._require(["embedding_layer_norm", "tie_word_embeddings"], _is_truth, "True or False")
-        self._require(["hidden_act"], ACTIVATIONS.__contains__, f"one of {', '.join(ACTIVATIONS)}")
-        problems = (None, *PROBLEM_TYPES)
-        self._require(["problem_type"], problems.__contains__, f"one of {', '.join(PROBLEM_TYPES)}")
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(f"hidden_act must be one of {', '.join(ACTIVATIONS)}, got {self.hidden_act!r}")
+        if self.problem_type is not None and self.problem_type not in PROBLEM_TYPES:
+            raise ValueError(f"problem_type must be one of {', '.join(PROBLEM_TYPES)}, got {self.problem_type!r}")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads "

@@ -7,6 +7,7 @@ transformers below 4.58; this is `torch.onnx.export`.
 import contextlib
 import io
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,6 +24,27 @@ from .modeling_d2l_bert import D2lBertPreTrainedModel
 # Where transformers.js looks for the two files.
 FLOAT = "onnx/model.onnx"
 INT8 = "onnx/model_quantized.onnx"
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """
+    What `d2l-bert export` has written.
+
+    Args:
+        output_dir: the folder with the files.
+        page: the folder with the page; None if none was asked for.
+        task: what the model was exported for.
+        files: of each file with weights its `bytes`, and `difference`, the largest difference of its outputs from the
+            model's.
+        report: what the command prints.
+    """
+
+    output_dir: Path
+    page: Path | None
+    task: str
+    files: dict[str, dict]
+    report: str
 
 
 def export(source: str, folder: Path, config: ExportConfig) -> tuple[str, dict, bool]:

@@ -1,6 +1,9 @@
 """Loads any encoder of Transformers, ours or a stock one, with a head or without, and its tokenizer."""
 
-from collections.abc import Callable
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -11,24 +14,28 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from d2l_bert.folders import content_hash, short_hash
+from d2l_bert.folders import base_name, content_hash, short_hash
 from d2l_bert.messages import UserError, reading_model
 from d2l_bert.records import read_record
 from d2l_bert.tokenization.existing_tokenizers import read_tokenizer
 from d2l_bert.tokenization.model_files import find_file
+from d2l_bert.tokenization.wordpiece import save_tokenizer
 
-from .conversion import load_and_compare, read_config
+from .conversion import load_and_compare, read_config, save_model
 from .records import RunRecord
 
+
+# The record of a run, beside its model.
+RUN_FILE = "run_config.json"
 
 # The commands that only a model with this head can do, by the end of its class; other commands take any encoder.
 COMMANDS_OF_HEADS = {
     "ForMaskedLM": "evaluate, fill-mask, ",
     "ForNextSentencePrediction": "next-sentence, ",
-    "ForSequenceClassification": "predict, ",
-    "ForTokenClassification": "predict, ",
-    "ForQuestionAnswering": "predict, ",
-    "ForMultipleChoice": "predict, ",
+    "ForSequenceClassification": "evaluate --test_file, predict, ",
+    "ForTokenClassification": "evaluate --test_file, predict, ",
+    "ForQuestionAnswering": "evaluate --test_file, predict, ",
+    "ForMultipleChoice": "evaluate --test_file, predict, ",
 }
 
 
@@ -103,9 +110,54 @@ def load_encoder(name: str, **options) -> tuple[PreTrainedModel, PreTrainedToken
     return model, tokenizer
 
 
+@contextlib.contextmanager
+def as_folder(model: object, tokenizer: PreTrainedTokenizerBase | None = None) -> Iterator[str]:
+    """
+    The name of a model for the block: of a model in memory a temporary folder, into which it is saved.
+
+    A model in memory is not changed by what the block does with its copy.
+
+    Args:
+        model: a folder, an id on the Hub, or a model of Transformers.
+        tokenizer: of a model in memory; without it the tokenizer that lies where the model was loaded from.
+
+    Raises:
+        UserError: it is something else; or a model in memory has no tokenizer, or one that cannot be read.
+    """
+    if isinstance(model, (str, Path)):
+        if tokenizer is not None:
+            raise UserError(f"tokenizer is for a model in memory, and {model} has its own; leave it out")
+        yield str(model)
+        return
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(
+            f"the model is a {type(model).__name__}; give a folder, an id on the Hub or a model of Transformers"
+        )
+    name = model.name_or_path  # "" of a model that was not loaded
+    if tokenizer is None and not name:
+        raise UserError("the model was not loaded from a folder, which would hold its tokenizer; give tokenizer, too")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch, base_name(name) if name else "model")
+        folder.mkdir()
+        save_model(model, folder)
+        with reading_model(name):
+            record = find_file(name, RUN_FILE) if name else None
+            save_tokenizer(tokenizer or read_tokenizer(name, model.config), folder)
+        if record:
+            shutil.copyfile(record, folder / RUN_FILE)
+        yield str(folder)
+
+
+def title_of(model: object) -> str:
+    """What a model is called: the name that was given, or for a model in memory where it was loaded from."""
+    if isinstance(model, PreTrainedModel):
+        return model.name_or_path or "model in memory"
+    return str(model)
+
+
 def read_run_record(name: str) -> RunRecord:
     """The `run_config.json` beside a model, a folder or an id on the Hub; empty if there is none."""
-    path = find_file(name, "run_config.json")
+    path = find_file(name, RUN_FILE)
     return read_record(path, RunRecord) if path else {}
 
 

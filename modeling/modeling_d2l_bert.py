@@ -6,7 +6,8 @@ Shapes:
     B rows in the batch   T tokens in a row     P positions to predict in a row, unused slots included
     H hidden size         N attention heads     D = H / N, a head's width      V vocabulary size
     S sequences packed into a row
-    Q queries in a row: T, but in the last block only the positions whose hidden states are read afterwards
+    Q queries in a row: T; in the last block S + P, if only the states of [CLS] and of P positions are read afterwards
+    R slots: the positions to predict in all rows (B * P)                 M slots that are computed
 
 With x the token ids, s the segment ids and t the positions; q, k and v are W_q h, W_k h and W_v h of one head; linear
 layers have biases, too:
@@ -68,12 +69,12 @@ def is_on_cpu(tensor: torch.Tensor) -> bool:
 
 def _unused_name(name: str) -> str:
     """
-    A name for a PyTorch operator that no operator in this process has.
+    A name for a PyTorch operator that no operator in this process has: `name`, `name_2`, `name_3` and so on.
 
-    A process may import several copies of this file: the package's copy, and the copies in model folders, which
-    Transformers may import again. If an operator's name is registered a second time, PyTorch destroys the first
-    operator, and calling the first operator then crashes. The name of this module cannot tell the copies apart: it
-    holds the name of the folder, which may have characters that no operator's name can have.
+    A process may import several copies of this file: the package's, and those in model folders. Each copy registers
+    its operators, and PyTorch destroys an operator whose name is registered again: a call of it crashes. The name of
+    this module cannot tell the copies apart: it holds the name of the folder, which may have characters that no
+    operator's name can have.
     """
     candidate = name
     for number in itertools.count(2):
@@ -94,17 +95,18 @@ def dropout_mask(anchor: torch.Tensor, shape: Sequence[int], dropped: int) -> to
     `aggressive_recomputation` the backward pass would draw another mask than the forward pass.
 
     Args:
-        anchor: a new `torch.empty(0)`, which makes each call distinct. The compiler merges calls with equal arguments:
-            without it, layers of one shape would share a mask. (The values to be dropped would make calls distinct,
-            too, but the compiler would have to store them first.)
+        anchor: a new `torch.empty(0)` for each call. The compiler makes one call of several with the same arguments,
+            so layers of one shape would share a mask. The masked tensor would tell the calls apart as well, but the
+            compiler would have to store it first.
         shape: of the mask.
         dropped: how many of the 2^16 numbers of 16 bits mean "dropped".
     """
     seed = torch.randint(2**63 - 1, ()).item()
     count = torch.Size(shape).numel()
-    bits = np.random.SFC64(seed).random_raw(math.ceil(count / 4)).view(np.int16)  # four in each number of 64 bits
-    # A signed number of 16 bits is below `dropped` - 2^15 with probability `dropped` / 2^16.
-    kept = torch.from_numpy(bits)[:count] >= dropped - 2**15
+    numbers_of_64_bits = np.random.SFC64(seed).random_raw(math.ceil(count / 4))
+    numbers = torch.from_numpy(numbers_of_64_bits.view(np.int16))[:count]  # four of 16 bits in each
+    # Of the 2^16 signed numbers from -2^15 on, which are equally likely, the first `dropped` mean "dropped".
+    kept = numbers >= dropped - 2**15
     # uint8 instead of bool: compiled CPU code reads and writes bool without vector instructions.
     return kept.view(torch.uint8).view(shape)
 
@@ -119,10 +121,11 @@ class Dropout(nn.Dropout):
 
     def forward(self, values):
         dropped = round(self.p * 2**16)
-        if not (self.training and 0 < dropped < 2**16 and is_on_cpu(values)):
-            return super().forward(values)
-        mask = dropout_mask(torch.empty(0), values.shape, dropped)
-        return values * mask * (2**16 / (2**16 - dropped))
+        drops_some = self.training and 0 < dropped < 2**16
+        if drops_some and is_on_cpu(values):
+            mask = dropout_mask(torch.empty(0), values.shape, dropped)
+            return values * mask * (2**16 / (2**16 - dropped))
+        return super().forward(values)
 
 
 class D2lBertEmbeddings(nn.Module):
@@ -167,6 +170,7 @@ def dot_product_attention(module, query, key, value, attention_mask, scaling, **
         query: (B, N, Q, D).
         key, value: (B, N, T, D).
         attention_mask: added to the scores; broadcasts to (B, N, Q, T).
+        kwargs: what other kernels need, such as the probability `dropout`; not read here.
 
     Returns:
         The output (B, Q, N, D), and the attention probabilities (B, N, Q, T).
@@ -182,12 +186,12 @@ def is_plain(layer: nn.Linear) -> bool:
     """
     Whether a layer computes `states @ weight.T + bias` and nothing else, so that its weight may be read in its place.
 
-    A layer with an adapter, a hook, without a bias, or with a quantized or sharded weight is none, and has to be
-    called.
+    Other layers must be called: those with an adapter or a hook, without a bias, with a quantized or sharded weight.
     """
     if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter or layer.bias is None:
         return False
-    return "forward" not in vars(layer) and not hooks_of(layer) and not has_hook_of_all_modules()
+    has_other_forward = "forward" in vars(layer)  # a function in place of the method, as some libraries put there
+    return not has_other_forward and not hooks_of(layer) and not has_hook_of_all_modules()
 
 
 def hooks_of(module):
@@ -205,18 +209,18 @@ def has_hook_of_all_modules() -> bool:
     return bool(torch.nn.modules.module._has_any_global_hook())
 
 
-# Where hooks are defined that need not see all positions: FSDP gathers weights in its hooks, and Transformers collects
-# hidden states on request, for which all positions are computed anyway.
-PLACES_OF_OTHER_HOOKS = ("torch.distributed.", "transformers.utils.")
+# The libraries whose hooks do not mind that positions are left out: FSDP's gather weights; those of Transformers
+# collect hidden states where these are asked for, and then no positions are left out.
+LIBRARIES_OF_OTHER_HOOKS = ("torch.distributed.", "transformers.utils.")
 
 
 def is_watched(module: nn.Module) -> bool:
     """Whether a hook on a module may read what the module takes or gives."""
-    hooks = hooks_of(module)
-    if not hooks:  # nearly always: this is asked for many modules in every step
-        return False
-    places = [str(getattr(hook, "__module__", None)) for hook in hooks]
-    return not all(place.startswith(PLACES_OF_OTHER_HOOKS) for place in places)
+    for hook in hooks_of(module):
+        defined_in = str(getattr(hook, "__module__", None))
+        if not defined_in.startswith(LIBRARIES_OF_OTHER_HOOKS):
+            return True
+    return False
 
 
 def linear_together(layers, states):
@@ -241,6 +245,7 @@ class D2lBertMultiHeadAttention(nn.Module):
     def __init__(self, config, layer_idx):
         super().__init__()
         self.config = config
+        # Both are read by Transformers' kernels.
         self.layer_idx = layer_idx
         self.is_causal = False
         self.head_size = config.hidden_size // config.num_attention_heads
@@ -254,7 +259,8 @@ class D2lBertMultiHeadAttention(nn.Module):
     def forward(self, queries, hidden_states, attention_mask=None, **kwargs):
         """
         Hidden states `queries` (B, Q, H) attend to `hidden_states` (B, T, H), with a mask that broadcasts to
-        (B, N, Q, T). If both are the same tensor, the layers of queries, keys and values are computed together.
+        (B, N, Q, T). If both are the same tensor, as where no position is left out, the layers of queries, keys and
+        values are computed together.
 
         Returns:
             The output (B, Q, H), and the attention probabilities (B, N, Q, T) if the kernel gives them.
@@ -293,8 +299,9 @@ class D2lBertAddNorm(nn.Module):
 
     def forward(self, residual, branch):
         states = self.LayerNorm(residual + self.dropout(branch))
-        # Under autocast LayerNorm gives float32. In the branch's dtype a token of BERT-base takes 94 instead of 143 kB
-        # in each layer, which a GPU writes and reads. A CPU would gain 1 %, and keeps the exact residual.
+        # Under autocast LayerNorm gives float32, and the branch is in bf16. With bf16 for both, a GPU writes and reads
+        # 94 instead of 143 kB for each token in each layer of BERT-base. A CPU would gain 1 %, and keeps the exact
+        # residual.
         return states if is_on_cpu(states) else states.to(branch.dtype)
 
 
@@ -328,15 +335,17 @@ class D2lBertEncoderBlock(GradientCheckpointingLayer):
         With `positions`, the other positions only get keys and values.
         """
         if positions is None:
-            # The same tensor twice: the attention looks for that.
-            return self.compute(hidden_states, hidden_states, attention_mask, **kwargs)
+            queries = hidden_states  # the same tensor: the attention looks for that
+            return self.compute(queries, hidden_states, attention_mask, **kwargs)
         queries = states_at(hidden_states, positions)
         return self.compute(queries, hidden_states, mask_at(attention_mask, positions), **kwargs)
 
     def compute(self, queries, hidden_states, attention_mask, **kwargs):
         """
-        The block for chosen queries (B, Q, H) of its input (B, T, H); gives (B, Q, H). This method is what
-        d2l_bert.training.compiling compiles.
+        The block for chosen queries (B, Q, H) of its input (B, T, H); gives (B, Q, H).
+
+        A method of its own, as d2l_bert.training.compiling replaces it by a compiled one. `forward`, which modules are
+        called by, stays.
         """
         attention, _ = self.attention(queries, hidden_states, attention_mask, **kwargs)
         attended = self.addnorm1(queries, attention)
@@ -408,21 +417,28 @@ class MaskLM(nn.Module):
         """
         if labels is None:
             return self(hidden_states), None
-        if not skip_logits:
+        # `summed_loss` reads the decoder's weight, and calls neither the decoder nor this module.
+        if not skip_logits or not is_plain(self.decoder) or hooks_of(self):
             logits = self(hidden_states)
-            return logits, cross_entropy(logits, labels, num_items)
-        # `loss_and_gradients` reads the decoder's weight, and calls neither the decoder nor this module.
-        if not is_plain(self.decoder) or hooks_of(self):
-            return None, cross_entropy(self(hidden_states), labels, num_items)
-        states = self.transform(hidden_states).flatten(0, -2)
-        labels = labels.flatten().long()
-        device = states.device.type
-        if torch.is_autocast_enabled(device):  # the logits have the dtype of these states
-            states = states.to(torch.get_autocast_dtype(device))
-        loss, *_ = loss_and_gradients(states, self.decoder.weight, self.decoder.bias, labels, self.compiles_gradient)
+            loss = cross_entropy(logits, labels, num_items)
+            if skip_logits:
+                return None, loss
+            return logits, loss
         if num_items is None:
             num_items = (labels != -100).sum()
-        return None, loss / num_items
+        return None, self.summed_loss(hidden_states, labels) / num_items
+
+    def summed_loss(self, hidden_states, labels):
+        """The cross-entropy of the logits for hidden states (..., H), summed over labels (...), by less memory."""
+        states = self.transform(hidden_states).flatten(0, -2)  # (R, H)
+        device = states.device.type
+        if torch.is_autocast_enabled(device):
+            # As autocast does for the decoder; in `loss_and_gradients` the logits have the dtype of the states.
+            states = states.to(torch.get_autocast_dtype(device))
+        weight = self.decoder.weight
+        bias = self.decoder.bias
+        loss, *_ = loss_and_gradients(states, weight, bias, as_int64(labels).flatten(), self.compiles_gradient)
+        return loss
 
 
 class NextSentencePred(nn.Module):
@@ -448,7 +464,10 @@ def mask_at(attention_mask, positions):
 
     The given mask broadcasts to (B, N, T, T), the returned mask to (B, N, Q, T). None, for no mask, stays None.
     """
-    if attention_mask is None or attention_mask.shape[2] == 1:  # no mask, or one that is the same for all queries
+    if attention_mask is None:
+        return None
+    is_same_for_all_queries = attention_mask.shape[2] == 1
+    if is_same_for_all_queries:
         return attention_mask
     return attention_mask.take_along_dim(positions[:, None, :, None], dim=2)
 
@@ -475,8 +494,9 @@ def labelled_positions(labels, rows_and_tokens):
     labels = labels.reshape(rows_and_tokens)
     is_labelled = labels != -100
     most_labels = max(1, int(is_labelled.sum(1).max()))  # at least 1: PyTorch's attention fails without a query
-    slot_count = min(rows_and_tokens[1], most_labels + -most_labels % 4)
-    # A stable sort of 1 and 0, the largest first: the labelled positions in their order, then the others.
+    slot_count = min(rows_and_tokens[1], 4 * math.ceil(most_labels / 4))
+    # A stable sort of 1 and 0, the largest first, has the labelled positions in their order, then the others: for
+    # 0 1 0 0 1, these are the positions 1 4 0 2 3.
     positions = is_labelled.int().argsort(dim=1, descending=True, stable=True)[:, :slot_count]
     return positions, labels.gather(1, positions)
 
@@ -491,27 +511,36 @@ def cross_entropy(logits, labels, num_items=None):
     float64.
 
     Raises:
-        ValueError: the labels do not have the shape of the logits without the last dimension.
+        ValueError: the labels do not have the shape of the logits without the last dimension, or are floats.
     """
     if labels.shape != logits.shape[:-1] and labels.shape != (*logits.shape[:-1], 1):
         raise ValueError(f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}")
     exact = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
-    loss = F.cross_entropy(exact, labels.flatten().long(), reduction="mean" if num_items is None else "sum")
+    loss = F.cross_entropy(exact, as_int64(labels).flatten(), reduction="mean" if num_items is None else "sum")
     return loss if num_items is None else loss / num_items
+
+
+def as_int64(labels):
+    """Labels as int64; raises ValueError for floats, such as probabilities, which would all become 0."""
+    if labels.is_floating_point():
+        raise ValueError(f"labels are numbers of classes or tokens, whole numbers; got {labels.dtype}")
+    return labels.long()
 
 
 def slots_to_compute(labels):
     """
     The numbers of the slots whose logits are computed, and their labels (M,), for the labels of all slots (R,).
 
-    On a CPU these are the slots with a label, and slot 0 again and again, with the label -100, up to a multiple of 32;
-    from 2,048 slots on of 64, from 4,096 on of 128, and so on. The CPU prepares its matrix products once for each
-    shape: few shapes are faster. On a GPU these are all slots, as counting the labels would synchronize the GPU.
+    On a GPU these are all slots, as counting the labels would synchronize the GPU. On a CPU these are the slots with a
+    label, and behind them slot 0, with the label -100, as often as it takes to make M a multiple of 32; from 2,048
+    slots on of 64, from 4,096 on of 128, and so on. The CPU prepares its matrix products once for each shape: few
+    shapes are faster.
     """
     if not is_on_cpu(labels):
         return torch.arange(len(labels), device=labels.device), labels
     slots = (labels != -100).nonzero().squeeze(1)
-    repeated = -len(slots) % max(32, 2 ** (len(slots).bit_length() - 6))
+    step = max(32, 2 ** (len(slots).bit_length() - 6))  # 2,048 has 12 bits: 2^6 = 64
+    repeated = -len(slots) % step
     return F.pad(slots, (0, repeated)), F.pad(labels[slots], (0, repeated), value=-100)
 
 
@@ -542,15 +571,16 @@ def loss_and_gradients(
     part's share to the gradients. This is the idea of Liger Kernel's fused loss (Hsu et al., 2024), here in PyTorch's
     own operations for every device.
 
-    Some of the slots that are computed have no label (`slots_to_compute`). They are computed as if token 0 were their
-    label, and then kept out of each of the four results:
+    Some of the slots that are computed have no label (`slots_to_compute`). Their label is replaced by token 0, so that
+    all slots are computed alike, and each of the four results is made without them:
 
-        the loss                       their losses are replaced by 0
-        the gradient of the weight     their hidden states, which it is computed from, are multiplied by 0
-        the gradient of the bias       their gradients of logits, which it sums, are multiplied by 0
-        that of the hidden states      their rows of it are multiplied by 0
+        the loss                          their losses are replaced by 0
+        gradient of the weight            it is a product with the hidden states, and theirs are multiplied by 0
+        gradient of the bias              it is a sum over the slots, in which they are multiplied by 0
+        gradient of the hidden states     their rows are multiplied by 0
 
-    To replace their gradients of logits by 0 alone would read and write the largest tensor once more.
+    All would follow from gradients of their logits that are replaced by 0, but that would read and write the largest
+    tensor once more.
 
     A custom operator, because the number of slots with a label depends on the labels: the compiler would end its
     program there and begin another.
@@ -576,29 +606,37 @@ def loss_and_gradients(
         has_label_column = has_label.to(dtype).unsqueeze(1)  # (M, 1), 1 or 0
         labels = labels.where(has_label, 0)
         states = hidden_states[slots] * has_label_column  # (M, H)
-        table = weight.to(dtype)
-        offset = bias.to(dtype)
+        decoder_weight = weight.to(dtype)  # in the dtype of the logits; for a GPU with added tokens
+        decoder_bias = bias.to(dtype)
         if on_cpu:
             gradient_of = gradient_by_softmax
         else:
             gradient_of = compiled_gradient_in_float32() if compiles_gradient else gradient_in_float32
-            table, offset = padded_decoder(table, offset)
-        loss = torch.zeros((), dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
+            decoder_weight, decoder_bias = padded_decoder(decoder_weight, decoder_bias)
+        exact = torch.promote_types(weight.dtype, torch.float32)  # float32, or float64 for weights in it
+        loss = torch.zeros((), dtype=exact, device=weight.device)
         d_states = torch.empty_like(states)
         d_weight = None
         d_bias = torch.zeros_like(bias)
-        at_once = max(1, LOGITS_AT_ONCE // len(table))
+        at_once = max(1, LOGITS_AT_ONCE // len(decoder_weight))
         for first in range(0, max(1, len(labels)), at_once):  # once even without slots, so that d_weight is a tensor
             part = slice(first, first + at_once)
-            logits = F.linear(states[part], table, offset)
-            losses, d_logits = gradient_of(logits, labels[part])  # (part of M,), (part of M, V)
+            logits = F.linear(states[part], decoder_weight, decoder_bias)
+            losses, d_logits = gradient_of(logits, labels[part])  # (n,), (n, V), n of the M slots
             loss += losses.where(has_label[part], 0).sum()
-            torch.mm(d_logits, table, out=d_states[part])
-            product = (d_logits.T @ states[part])[: len(weight)]  # without the tokens that padded_decoder added
-            d_weight = product.to(weight.dtype) if d_weight is None else d_weight.add_(product)
-            d_bias += (has_label_column[part].T @ d_logits).squeeze(0)[: len(bias)]
-        # Slot 0 may be among `slots` several times, at most once with a label: what the repetitions add is 0.
-        d_hidden_states = torch.zeros_like(hidden_states).index_add_(0, slots, d_states * has_label_column)
+            torch.mm(d_logits, decoder_weight, out=d_states[part])
+            # The rows behind V are of the tokens that `padded_decoder` added.
+            d_weight_of_part = (d_logits.T @ states[part])[: len(weight)]  # (V, H)
+            if d_weight is None:
+                d_weight = d_weight_of_part.to(weight.dtype)
+            else:
+                d_weight += d_weight_of_part
+            d_bias_of_part = (has_label_column[part].T @ d_logits).squeeze(0)[: len(bias)]  # (V,)
+            d_bias += d_bias_of_part
+        # Added, not written: `slots` may hold slot 0 with its label, and again without one, which adds 0.
+        d_states *= has_label_column
+        d_hidden_states = torch.zeros_like(hidden_states)
+        d_hidden_states.index_add_(0, slots, d_states)
         return loss, d_hidden_states, d_weight, d_bias
 
 
@@ -613,15 +651,16 @@ def _keep_gradients(ctx, inputs, output):
     ctx.set_materialize_grads(False)  # a gradient that is not asked for is None, not zeros
 
 
-def _scaled_gradients(ctx, scale, *of_gradients):
-    # `of_gradients` are there if the operator's gradients were used as outputs: how these change is not known.
-    if any(gradient is not None for gradient in of_gradients):
+def _scaled_gradients(ctx, d_loss, *d_gradients):
+    # The operator gives the loss and its gradients. To differentiate something that was computed from the gradients
+    # takes second derivatives, which are not known.
+    if any(gradient is not None for gradient in d_gradients):
         raise RuntimeError(
             "the MLM loss with skip_logits, the default in training mode, has no second derivatives: give "
             "skip_logits=False for a gradient of a gradient"
         )
-    of_states, of_weight, of_bias = (gradient * scale for gradient in ctx.saved_tensors)
-    return of_states, of_weight, of_bias, None, None  # labels and compiles_gradient have no gradient
+    d_states, d_weight, d_bias = (gradient * d_loss for gradient in ctx.saved_tensors)
+    return d_states, d_weight, d_bias, None, None  # labels and compiles_gradient have no gradient
 
 
 loss_and_gradients.register_autograd(_scaled_gradients, setup_context=_keep_gradients)
@@ -632,45 +671,50 @@ def gradient_by_softmax(logits, labels):
     The cross-entropy -log p of each row, and its gradient for the logits, p for each token and p - 1 for the label.
 
     The rounded p is precise enough where p is at most 1/2 and a normal number. For a larger p too few digits of 1 - p
-    are left: bf16 has no number between 0.996 and 1. In these rows both follow from the logits s in float32:
+    are left: bf16 has no number between 0.996 and 1. In these rows both follow from the logits s in float32, with the
+    odds (1 - p) / p against the label:
 
-        log_odds = log (1 - p) / p = log sum exp of the other tokens' s - the label's s
-        -log p = softplus(log_odds)        1 - p = sigmoid(log_odds)
+        p        = exp s_label / (exp s_label + the sum of exp s of the other tokens)
+        log_odds = log (the sum of exp s of the other tokens) - s_label
+        1 - p    = sigmoid(log_odds)
+        -log p   = log(1 + odds) = softplus(log_odds)
 
     Args:
-        logits: (R, V).
-        labels: token ids (R,).
+        logits: of some slots (n, V).
+        labels: token ids (n,).
 
     Returns:
-        The losses (R,) in float32 or float64, and the gradient (R, V) in the dtype of the logits.
+        The losses (n,) in float32 or float64, and the gradient (n, V) in the dtype of the logits.
 
     Raises:
         IndexError: a label is no token id.
     """
     exact = torch.promote_types(logits.dtype, torch.float32)
     rows = torch.arange(len(logits))
-    chances = logits.softmax(dim=1)
-    chance_of_label = entry_of_label(chances, labels).to(exact)
+    gradient = logits.softmax(dim=1)  # p of each token: of all but the label, this is the gradient
+    chance_of_label = entry_of_label(gradient, labels).to(exact)
     losses = -chance_of_label.log()
     chance_of_others = 1 - chance_of_label
-    imprecise = rows[(chance_of_label > 0.5) | (chance_of_label < torch.finfo(logits.dtype).tiny)]
+    is_large = chance_of_label > 0.5
+    is_not_normal = chance_of_label < torch.finfo(logits.dtype).tiny
+    imprecise = rows[is_large | is_not_normal]
     exact_logits = logits[imprecise].to(exact)
     columns = labels[imprecise].unsqueeze(1)
-    log_odds = -exact_logits.gather(1, columns).squeeze(1)
-    log_odds += exact_logits.scatter_(1, columns, -torch.inf).logsumexp(dim=1)
+    logit_of_label = exact_logits.gather(1, columns).squeeze(1)
+    logits_of_others = exact_logits.scatter_(1, columns, -torch.inf)
+    log_odds = logits_of_others.logsumexp(dim=1) - logit_of_label
     losses[imprecise] = F.softplus(log_odds)
     chance_of_others[imprecise] = log_odds.sigmoid()
-    gradient = chances  # the same tensor, changed in place: a copy would take as much memory again
-    gradient[rows, labels] = -chance_of_others.to(logits.dtype)
+    gradient[rows, labels] = -chance_of_others.to(logits.dtype)  # p - 1
     return losses, gradient
 
 
 def entry_of_label(values, labels):
     """
-    The entry of each row (R,) in the column of its label, from values (R, V).
+    The entry of each row (n,) in the column of its label, from values (n, V): `values[rows, labels]`.
 
-    PyTorch's `nll_loss` picks these entries and negates them: no logarithm is in it. Unlike indexing, it refuses a
-    label of -1, which would be the last column.
+    Indexing would take a label of -1 for the last column. `nll_loss` refuses it; in spite of its name it takes no
+    logarithm, and gives these entries negated.
 
     Raises:
         IndexError: a label is no column.
@@ -685,10 +729,11 @@ def gradient_in_float32(logits, labels):
     exact = torch.promote_types(logits.dtype, torch.float32)
     log_chances = logits.log_softmax(dim=1, dtype=exact)
     columns = labels.unsqueeze(1)
-    of_labels = log_chances.gather(1, columns)  # (R, 1)
-    gradient = log_chances.exp().to(logits.dtype)
-    gradient = gradient.scatter_(1, columns, of_labels.expm1().to(logits.dtype))  # p - 1 = expm1(log p)
-    return -of_labels.squeeze(1), gradient
+    log_chance_of_label = log_chances.gather(1, columns)  # (n, 1)
+    entry_of_gradient = log_chance_of_label.expm1()  # p - 1
+    gradient = log_chances.exp().to(logits.dtype)  # p
+    gradient = gradient.scatter_(1, columns, entry_of_gradient.to(logits.dtype))
+    return -log_chance_of_label.squeeze(1), gradient
 
 
 @functools.cache
@@ -760,6 +805,7 @@ class D2lBertPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": D2lBertEncoderBlock, "attentions": D2lBertMultiHeadAttention}
 
     def __init__(self, config, *inputs, **kwargs):
+        # Not `isinstance`: the copy of the configuration's file in a model folder has a class of its own.
         if not hasattr(config, "embedding_layer_norm"):
             raise TypeError(
                 f"{type(self).__name__} takes a D2lBertConfig, got a {type(config).__name__}; d2l-bert convert --from "
@@ -778,8 +824,10 @@ class D2lBertPreTrainedModel(PreTrainedModel):
         from it.
         """
         config = kwargs.get("config")  # an Auto class has read it
-        if kwargs.get("trust_remote_code") and config is not None and cls.__module__ == __name__:
-            reference = (getattr(config, "auto_map", None) or {}).get(cls._auto_class)
+        is_ours = cls.__module__ == __name__
+        if kwargs.get("trust_remote_code") and config is not None and is_ours:
+            auto_map = getattr(config, "auto_map", None) or {}
+            reference = auto_map.get(cls._auto_class)  # file.Class, or repository--file.Class
             if reference is not None and reference.rpartition("--")[2] not in AUTO_MAP.values():
                 of_hub = ("cache_dir", "force_download", "local_files_only", "revision", "token")
                 options = {name: kwargs[name] for name in of_hub if name in kwargs}
@@ -789,7 +837,8 @@ class D2lBertPreTrainedModel(PreTrainedModel):
 
     def save_pretrained(self, *args, **kwargs):
         """As in Transformers; `auto_map` in config.json names all heads, and not this model's alone."""
-        if self.is_remote_code() and type(self).__module__ == __name__:  # then the code of all heads is saved, too
+        is_ours = type(self).__module__ == __name__
+        if self.is_remote_code() and is_ours:  # Transformers then saves the file of this class, with all heads in it
             self.config.auto_map = dict(AUTO_MAP)
         super().save_pretrained(*args, **kwargs)
 
@@ -803,14 +852,16 @@ class D2lBertPreTrainedModel(PreTrainedModel):
     def set_output_embeddings(self, new_embeddings):
         self.mlm.decoder = new_embeddings
 
-    def masked_lm(self, masked_positions, labels, num_items, skip_logits, return_dict, **kwargs):
+    def masked_lm(
+        self, masked_positions, labels, num_items, skip_logits, return_dict, input_ids, inputs_embeds, **kwargs
+    ):
         """
         Run the encoder and the MLM head, whose loss can leave out positions and logits that nobody reads.
 
         Args:
             masked_positions, labels, num_items, skip_logits: as in `D2lBertForPreTraining`.
             return_dict: False if a tuple will be returned.
-            kwargs: the arguments of `D2lBertModel`.
+            input_ids, inputs_embeds, kwargs: the arguments of `D2lBertModel`.
 
         Returns:
             The output of the encoder, with `last_hidden_state` at the positions that the head reads; the logits, None
@@ -819,12 +870,17 @@ class D2lBertPreTrainedModel(PreTrainedModel):
         if skip_logits is None:
             skip_logits = self.training and return_dict  # in a tuple, what follows the logits has its place by them
         # A compiled program has fixed shapes, and P depends on the labels: it computes all positions.
-        may_leave_out = skip_logits and masked_positions is None and labels is not None
-        if may_leave_out and not torch.compiler.is_compiling() and not self.has_watched_states():
-            tokens = kwargs["input_ids"] if kwargs["inputs_embeds"] is None else kwargs["inputs_embeds"]
-            rows_and_tokens = tokens.shape[:2]
-            masked_positions, labels = labelled_positions(labels, rows_and_tokens)
-        outputs = self.base_model(positions=masked_positions, return_dict=True, **kwargs)
+        needs_labelled_only = skip_logits and masked_positions is None and labels is not None
+        if needs_labelled_only and not torch.compiler.is_compiling() and not self.has_watched_states():
+            tokens = input_ids if inputs_embeds is None else inputs_embeds
+            masked_positions, labels = labelled_positions(labels, rows_and_tokens=tokens.shape[:2])
+        outputs = self.base_model(
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            positions=masked_positions,
+            return_dict=True,
+            **kwargs,
+        )
         return outputs, *self.mlm.logits_and_loss(outputs.last_hidden_state, labels, num_items, skip_logits)
 
     def has_watched_states(self):
@@ -844,7 +900,9 @@ class D2lBertModel(D2lBertPreTrainedModel):
         self.pooler = D2lBertPooler(config) if add_pooling_layer else None
         self.post_init()
 
-    @capture_outputs(tie_last_hidden_states=False)  # the last block's states may have more positions than are returned
+    # Collects hidden states and attentions on request. Tied, the last hidden states would be `last_hidden_state`,
+    # which has fewer positions if `positions` are given.
+    @capture_outputs(tie_last_hidden_states=False)
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -883,24 +941,28 @@ class D2lBertModel(D2lBertPreTrainedModel):
         hidden_states = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds)
         same_sequence = None
         if sequence_ids is not None:
-            # Padding has a number of its own, and so a key for each of its queries. With a padding mask it would have
-            # none: in the attention of a GPU such a query gives NaN.
+            # Padding, as the sequence 0, attends to itself. A padding mask would leave its queries without a key, for
+            # which the attention of a GPU gives NaN.
             attention_mask = None
 
             def same_sequence(row, head, query, key):
                 return sequence_ids[row, query] == sequence_ids[row, key]
 
+        # A mask that masks nothing is left out. To look for padding makes the CPU wait for a GPU: there it is not done
+        # in training, where rows without padding are to come without a mask.
+        looks_for_padding = attention_mask is None or is_on_cpu(hidden_states) or not self.training
         mask = create_bidirectional_mask(
             config=self.config,
             inputs_embeds=hidden_states,
             attention_mask=attention_mask,
             and_mask_function=same_sequence,
+            allow_is_bidirectional_skip=looks_for_padding,
         )
         returns_hidden_states = kwargs.get("output_hidden_states", self.config.output_hidden_states)
         returns_attentions = kwargs.get("output_attentions", self.config.output_attentions)
         has_mask_at_positions = mask is None or isinstance(mask, torch.Tensor)  # flex attention's is no tensor
-        may_leave_out = has_mask_at_positions and not returns_hidden_states and not returns_attentions
-        if positions is not None and may_leave_out:
+        needs_all_positions = returns_hidden_states or returns_attentions or not has_mask_at_positions
+        if positions is not None and not needs_all_positions:
             cls_states, hidden_states = self.encode_at(positions, cls_positions, hidden_states, mask, **kwargs)
         else:
             hidden_states = self.encoder(hidden_states, mask, **kwargs)
@@ -924,10 +986,10 @@ class D2lBertModel(D2lBertPreTrainedModel):
             # [CLS] is at position 0. Without a pooler nothing reads its state: then S is 0.
             cls_count = 0 if self.pooler is None else 1
             cls_positions = positions.new_zeros((rows, cls_count))
-        # The first S columns are [CLS], the others `positions`; their states come back in the same columns.
         cls_and_positions = torch.cat([cls_positions, checked_positions(positions, rows)], 1)  # (B, S + P)
         states = self.encoder(hidden_states, mask, cls_and_positions, **kwargs)  # (B, S + P, H)
-        return states.tensor_split([cls_positions.shape[1]], 1)
+        cls_states, states_at_positions = states.tensor_split([cls_positions.shape[1]], 1)
+        return cls_states, states_at_positions
 
 
 @dataclass
@@ -938,7 +1000,7 @@ class D2lBertForPreTrainingOutput(ModelOutput):
     seq_relationship_logits: (B, 2), or (B, S, 2) for packed rows; column 0 says that B follows A.
     hidden_states: `num_hidden_layers + 1` tensors (B, T, H), on request.
     attentions: `num_hidden_layers` tensors (B, N, T, T), on request.
-    mlm_loss, nsp_loss: the two terms of `loss`; None without labels. Last, so that a tuple is as stock BERT's.
+    mlm_loss, nsp_loss: the two terms of `loss`; None without labels, and not in a tuple (`return_dict=False`).
     """
 
     loss: torch.FloatTensor | None = None
@@ -954,8 +1016,9 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
     """The encoder with both pretraining heads (section 15.8.6): what the training loop trains and saves."""
 
     _tied_weights_keys = {"mlm.decoder.weight": "bert.embeddings.word_embeddings.weight"}
-    # Transformers' Trainer counts the labels of a step but not the pairs. With only one of the two counts, the weights
-    # of the two losses would depend on how a step is split into micro-batches. `d2l_bert.PretrainingLoss` passes both.
+    # False: Transformers' Trainer passes no `num_items_in_batch`. It counts the labels of a step but not the pairs:
+    # with one count alone, the weights of the two losses would depend on how a step is split into micro-batches.
+    # `d2l_bert.PretrainingLoss` passes both.
     accepts_loss_kwargs = False
 
     def __init__(self, config: D2lBertConfig):
@@ -1001,6 +1064,7 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
         Returns:
             `D2lBertForPreTrainingOutput`, or a tuple.
         """
+        # Not by `can_return_tuple`, as in other heads: `masked_lm` must know whether a tuple is returned.
         if return_dict is None:
             return_dict = self.config.return_dict
         outputs, prediction_logits, mlm_loss = self.masked_lm(
@@ -1024,6 +1088,8 @@ class D2lBertForPreTraining(D2lBertPreTrainedModel):
         if next_sentence_label is not None:
             nsp_loss = cross_entropy(seq_relationship_logits, next_sentence_label, num_pairs_in_batch)
             loss = nsp_loss if loss is None else loss + nsp_loss
+        if not return_dict:
+            mlm_loss = nsp_loss = None  # a tuple has the entries of stock BERT's and no more
         found = D2lBertForPreTrainingOutput(
             loss=loss,
             mlm_loss=mlm_loss,
@@ -1071,6 +1137,7 @@ class D2lBertForMaskedLM(D2lBertPreTrainedModel):
             `MaskedLMOutput`, or a tuple, with `logits` (B, P, V) if `masked_positions` are given, else (B, T, V), or
             None if `skip_logits`.
         """
+        # Not by `can_return_tuple`, as in other heads: `masked_lm` must know whether a tuple is returned.
         if return_dict is None:
             return_dict = self.config.return_dict
         outputs, logits, loss = self.masked_lm(
@@ -1096,7 +1163,8 @@ class D2lBertForNextSentencePrediction(D2lBertPreTrainedModel):
     """The encoder with the NSP head (section 15.8.5.2). `config.id2label` has the names of the two labels."""
 
     def __init__(self, config: D2lBertConfig):
-        if config.id2label == {0: "LABEL_0", 1: "LABEL_1"}:
+        has_default_names = config.id2label == {0: "LABEL_0", 1: "LABEL_1"}  # which Transformers gives two labels
+        if has_default_names:
             config = copy.deepcopy(config)
             config.update({"id2label": dict(enumerate(NSP_LABELS)), "label2id": {"IsNext": 0, "NotNext": 1}})
         super().__init__(config)
@@ -1288,7 +1356,8 @@ class D2lBertForQuestionAnswering(D2lBertPreTrainedModel):
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
         start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(-1)  # (B, T) each
-        loss = self.loss_function(  # None without positions
+        # By its name, Transformers gives this class the loss of question answering; None without positions.
+        loss = self.loss_function(
             start_logits, end_logits, start_positions, end_positions, num_items_in_batch=num_items_in_batch
         )
         return QuestionAnsweringModelOutput(
@@ -1333,11 +1402,20 @@ class D2lBertForMultipleChoice(D2lBertPreTrainedModel):
         Returns:
             `MultipleChoiceModelOutput` with `logits` (B, C).
         """
-        flat = [
-            None if tensor is None else tensor.flatten(0, 1)
-            for tensor in (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        ]
-        outputs = self.bert(*flat, return_dict=True, **kwargs)
+
+        def flat(tensor):
+            """Every choice as a row: (B * C, T)."""
+            return None if tensor is None else tensor.flatten(0, 1)
+
+        outputs = self.bert(
+            input_ids=flat(input_ids),
+            attention_mask=flat(attention_mask),
+            token_type_ids=flat(token_type_ids),
+            position_ids=flat(position_ids),
+            inputs_embeds=flat(inputs_embeds),
+            return_dict=True,
+            **kwargs,
+        )
         rows_and_choices = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
         logits = self.scorer(self.dropout(outputs.pooler_output)).view(rows_and_choices)
         loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import unicodedata
 
 import pytest
 
@@ -12,9 +13,15 @@ from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.odd_words import (
     count_capital_sigmas,
     count_compatible,
+    count_decomposed,
     count_entities,
+    count_escapes,
     count_mojibake,
+    count_reversed,
     count_spelled_twice,
+    count_tags,
+    count_twins,
+    count_two_alphabets,
     count_types_of_case,
     count_zawgyi,
 )
@@ -135,6 +142,15 @@ def test_all_that_a_run_prints_before_training_is_short(tmp_path, capsys):
         ("ေမာင္ေလး သြားသည္။", "Zawgyi"),
         ("Ο ΔΡΟΜΟΣ ΕΙΝΑΙ.", "δρομοσ"),
         ("The ﬁsh and the fish.", "NFKC"),
+        ("Pete\u0301r cafe\u0301.", "NFD"),
+        (unicodedata.normalize("NFD", "비가 갑니다."), "NFD"),
+        ("It rains.<br /><br />It snows.", "tags"),
+        (r"It rains.\n\nIt snows in Orl\u00e9ans.", "escapes"),
+        ("Petrică ştie şi știe.", "rarer"),
+        ("این یک كتاب کتاب.", "rarer"),
+        ("Мoя тётя.", "alike"),
+        (".םילשורי לא הלע דליה", "backwards"),
+        ("Ïðèâåò, ìèð.", "encoding"),
         ("स\u0921\u093cक स\u095cक है।", "NFC"),
     ],
 )
@@ -143,7 +159,8 @@ def test_what_is_odd_in_words_is_said_with_what_mends_it(sentence, said, tmp_pat
     text_of(tmp_path / "odd", sentences)
     assert any(said in line for line in logged.messages)
     logged.clear()
-    text_of(tmp_path / "plain", [f"Das ist für Größe, {number} Wörter. Ο δρόμος, मोन ကောင်း." for number in range(24)])
+    plain = "Das ist für Größe, Wörter <3. Ο δρόμος, मोन ကောင်း. Моя тётя știe, AI-модель. הילד עלה. น้ำ. 비가. C:\\neu."
+    text_of(tmp_path / "plain", [f"{plain} {number}." for number in range(24)])
     assert not any(said in line for line in logged.messages)
 
 
@@ -153,9 +170,24 @@ def test_what_is_odd_in_words_is_said_with_what_mends_it(sentence, said, tmp_pat
 
 def test_odd_words_are_counted():
     assert count_mojibake({"fÃ¼r": 3, "für": 5, "“Hi”": 2, "NÃO": 1, "â€œHi": 4}) == 7
+    for encoding in ("latin-1", "cp1251", "mac_roman"):
+        word = "Größe" if encoding != "cp1251" else "Ёлки"
+        assert count_mojibake({word.encode().decode(encoding): 3, word: 5, "№С°": 1, "√2": 1, "Ні": 2}) == 3
+    assert count_mojibake({"Привет".encode("cp1251").decode("cp1252"): 3, "çà": 1, "Œuvré": 1}) == 3
     assert count_entities({"&quot;no&quot;": 2, "AT&T": 5, "a;&b": 1, "&#39;s": 3, "&#xe9;": 1}) == 6
     assert count_zawgyi({"ေမာင္ေလး": 2, "မောင်လေး": 3, "ကျောင်း": 1, "ပြေး": 1, "ဩဇာ": 1}) == 2
     assert count_capital_sigmas({"ΔΡΟΜΟΣ": 2, "ΔΡΟΜΟΣ,": 1, "δρόμος": 3, "Σ": 4, "ΣΑΣΑ": 1}) == 3
+    assert (
+        count_tags({"rains.<br": 2, "/><br": 1, "</p>It": 3, "<unk>": 1, "[SEP]": 1, "<3": 9, "a<b>c": 1, "f[i]": 9})
+        == 9
+    )
+    assert (
+        count_escapes({r"rains.\nIt": 2, r"caf\u00e9": 1, r"\nu": 5, r"C:\new": 5, r'"no\n"': 5, r"\section": 5}) == 3
+    )
+    assert count_two_alphabets({"cлово": 2, "слово": 3, "word": 3, "IT-отдел": 4}) == 2
+    assert count_twins({"şi": 2, "și": 5, "ţara": 1, "یک": 9}) == 2
+    assert count_reversed({"םלש": 2, "שלם": 3, "(ץע": 1, "ם": 4}) == 3
+    assert count_decomposed({"cafe\u0301": 2, "caf\u00e9": 3, "\u0921\u093c": 4}) == 2
     assert count_types_of_case({"US": 1, "us": 2, "Us": 1, "them": 5}) == 2
 
 
@@ -173,6 +205,7 @@ def test_letters_of_other_forms_are_counted():
         count_compatible({"ﬁsh": 2, "fish": 9, "ＡＢ": 1, "１９": 4, "x…": 8, "m²": 3, "café": 5, "cafe\u0301": 6})
         == 7
     )
+    assert count_compatible({"น้ำ": 2, "ຄຳ": 3}) == 0  # the vowel AM of Thai and Lao is no variant
 
 
 def test_the_option_is_no_part_of_a_text():

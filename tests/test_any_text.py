@@ -350,6 +350,7 @@ def test_any_text_can_be_trained_on_and_has_no_unknown_token_afterwards(texts):
         ("ᨲᩣ᩠ᩅᨾᩮᩬᩥᨦ", "Tai_Tham", "tokenizer"),
         ("ｱｲｳｴｵｰ ｶﾞｷﾞ", "Katakana", "tokenizer"),  # half-width
         ("カード コーヒー", "Katakana", "tokenizer"),
+        ("ひらがなひらがな サーバー 漢字漢", "Hiragana", "tokenizer"),  # ー is of both
         ("人々 々々", "Han", "tokenizer"),
         ("ꦲꦏ꧀ꦱꦫ", "Javanese", "tokenizer"),
         ("ＡＢＣ ｄｅｆ", "Latin", "white space"),  # full-width

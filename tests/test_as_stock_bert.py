@@ -45,9 +45,23 @@ def test_a_tuple_has_the_same_entries_in_training_and_in_evaluation(model_class,
     in_evaluation = model.eval()(**batch, **how)
     found = model.train()(**batch, **how)
     assert isinstance(found, tuple)
+    assert len(found) == (3 if model_class is D2lBertForPreTraining else 2)  # as stock BERT's
     assert [value.shape for value in found] == [value.shape for value in in_evaluation]
     assert found[1].shape == (*batch["labels"].shape, model.config.vocab_size)
     torch.testing.assert_close(found[0], model(**batch, return_dict=True).loss)
+
+
+@every_device
+@pytest.mark.parametrize("skip_logits", [False, True])
+def test_floats_are_refused_as_numbers_of_tokens(skip_logits, device, monkeypatch):
+    """As PyTorch refuses them: probabilities would all become token 0."""
+    compute_as_on(device, monkeypatch)
+    model = in_training()
+    for everywhere in (True, False):
+        batch = make_batch(model, everywhere)
+        batch["labels"] = batch["labels"] + 0.5
+        with pytest.raises(ValueError, match="whole numbers; got torch.float32"):
+            model(**batch, skip_logits=skip_logits)
 
 
 PLACES = {

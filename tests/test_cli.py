@@ -4,6 +4,8 @@ import dataclasses
 import json
 import logging
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,9 +16,11 @@ import pytest
 from conftest import SMALL
 
 from d2l_bert.__main__ import main, make_parser
+from d2l_bert.commands import COMMANDS
 from d2l_bert.inference.config import EmbedConfig
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.evaluation.config import EvaluateConfig
+from d2l_bert.training.finetuning.all_tasks import CLASSES
 from d2l_bert.training.finetuning.config import FinetuneConfig, PredictConfig
 from d2l_bert.training.recipes import architecture_options
 
@@ -54,6 +58,97 @@ def test_help_names_the_common_options_and_help_all_every_one(capsys, shows_all)
     assert not shows_all or all(
         text in said for text in ("--hidden_dropout_prob X", "(0.2)", "(20256)", "(sentences)")
     )
+
+
+def help_of(capsys, *words):
+    with pytest.raises(SystemExit) as stop:
+        main([*words, "--help"])
+    assert stop.value.code == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_help_lists_every_command_once_in_a_group_and_has_an_example_of_it_that_parses(capsys):
+    lines = help_of(capsys)
+    groups = ("train:", "measure:", "use:", "share:")
+    listed = []
+    for group in groups:
+        start = lines.index(group) + 1
+        listed += [line.split()[0] for line in lines[start : lines.index("", start)]]
+    assert sorted(listed) == sorted(COMMANDS)
+    shown = set()
+    for line in lines:
+        if line.startswith("  d2l-bert "):
+            command, _, _ = line.strip().partition("   ")  # what the example does stands behind
+            words = shlex.split(command)[1:]
+            assert make_parser(words).parse_args(words).name == words[0]
+            shown.add(words[0])
+    assert shown == set(COMMANDS)
+
+
+def test_the_help_of_finetune_names_the_columns_that_each_task_reads(capsys):
+    lines = help_of(capsys, "finetune")
+    for task, its_class in CLASSES.items():
+        (line,) = [line for line in lines if line.startswith(f"  {task} ")]
+        usual = {columns[0] for columns in its_class.usual_columns.values()}
+        assert usual <= set(re.findall(r"\w+", line.replace(task, ""))), line
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help", "--help_all", "--help-all"])
+def test_help_measures_no_core(flag, monkeypatch, capsys):
+    measured = []
+    monkeypatch.setattr("d2l_bert.__main__.spare_busy_cores", lambda: measured.append(True))
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([command, flag])
+    assert not measured
+    with pytest.raises(SystemExit):
+        main(["demo"])  # without a model
+    assert measured == [True]
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("publish --dry_run my-bert me/x", True),
+        ("publish my-bert --dry_run me/x", True),
+        ("publish my-bert me/x --dry_run", True),
+        ("publish --dry_run -- my-bert me/x", True),
+        ("publish --dry_run --public=false my-bert me/x", True),
+        ("publish --dry_run true my-bert me/x", True),
+        ("publish my-bert --dry_run TRUE me/x", True),
+        ("publish my-bert me/x --dry_run false", False),
+        ("publish --dry_run=false my-bert me/x", False),
+        ("publish --dry_run=False -- my-bert me/x", False),
+        ("predict --excel my-bert me/x --output new.csv", True),
+        ("predict my-bert --excel me/x --output new.csv", True),
+        ("predict my-bert --excel=false me/x --output new.csv", False),
+    ],
+)
+def test_a_flag_of_true_or_false_takes_no_other_word(words, expected):
+    argv = words.split()
+    arguments = vars(make_parser(argv).parse_args(argv))
+    names = ("folder", "repo_id", "dry_run") if argv[0] == "publish" else ("model", "file", "excel")
+    assert [arguments[name] for name in names] == ["my-bert", "me/x", expected]
+
+
+@pytest.mark.parametrize("word, expected", [("auto", "auto"), ("false", False), (None, True)])
+def test_a_flag_of_true_false_or_auto_takes_these_words(word, expected):
+    argv = ["prepare", "--output_dir=out", "--strip_accents", *([word] if word else []), "--corpus", "books"]
+    assert make_parser(argv).parse_args(argv).strip_accents == expected
+
+
+def test_words_behind_two_dashes_are_no_flags():
+    argv = ["fill-mask", "my-bert", "--", "--dry_run", "a [MASK]"]
+    assert make_parser(argv).parse_args(argv).text == ["--dry_run", "a [MASK]"]
+    argv = ["publish", "--", "--dry_run", "me/x"]
+    assert make_parser(argv).parse_args(argv).folder == "--dry_run"
+
+
+def test_an_option_before_the_command_is_refused_in_one_line(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--seed=1", "pretrain"])
+    said = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and len(said) == 1 and "--seed=1" in said[0]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from d2l_bert.messages import UserError
 from d2l_bert.tokenization import python_docs as python_docs_module
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.documents import Document
-from d2l_bert.tokenization.files import decoded
+from d2l_bert.tokenization.files import lines_of_text_file
 from d2l_bert.tokenization.python_docs import docstrings, prose, python_docs, required_distributions
 from d2l_bert.tokenization.sources import HowToRead, WhatToRead, all_documents, dataset_source, file_source
 from d2l_bert.training.config import PretrainConfig
@@ -61,7 +61,7 @@ def test_links_are_followed_and_what_a_folder_leaves_out_is_said(tmp_path):
     source = file_source(folder)
     assert sorted(texts(source)) == [["Behind a link."], ["Here."]]
     said = {".rst: 2 files, 18 bytes", ".html: 1 file, 1 bytes", "binary without a suffix: 1 file, 1 bytes"}
-    assert set(source.left_out.partition("left out: ")[2].split("; ")) == said
+    assert set(source.remarks.partition("left out: ")[2].split("; ")) == said
 
 
 def test_a_file_without_a_suffix_is_read_unless_it_is_binary(tmp_path):
@@ -102,7 +102,7 @@ def test_every_line_end_and_every_marked_encoding_is_read(encoding, ends, times,
     (tmp_path / "a.txt").write_bytes(text.encode(encoding))
     assert lines_of(str(tmp_path / "a.txt")) == lines
     with io.BytesIO(text.encode(encoding)) as stdin:
-        assert list(decoded(Path("stdin"), stdin)) == lines
+        assert list(lines_of_text_file(Path("stdin"), stdin)) == lines
 
 
 def test_rows_have_every_line_end(tmp_path):
@@ -251,7 +251,8 @@ def test_a_dataset_in_memory_is_read_like_its_folder_and_named_by_its_content(tm
 @pytest.mark.parametrize(
     ("dataset", "words"),
     [
-        (datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a"]})), "DatasetDict"),
+        (datasets.DatasetDict(dev=datasets.Dataset.from_dict({"text": ["a"]})), "DatasetDict .* splits: dev"),
+        (datasets.Dataset.from_dict({"text": []}), "no rows"),
         (datasets.Dataset.from_dict({"text": ["a"]}).to_iterable_dataset(), "IterableDataset"),
         (datasets.Dataset.from_dict({"body": ["a"]}), "body"),
         (datasets.Dataset.from_dict({"text": [1, 2]}), "row 1: column 'text' holds int"),

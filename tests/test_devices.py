@@ -21,6 +21,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from torch.nn.attention import _registry, current_flash_attention_impl
 from transformers.utils import logging as transformers_logging
 
 from d2l_bert import RECIPES, D2lBertConfig, pretrain
@@ -60,6 +61,7 @@ def test_a_run_keeps_off_a_gpu_where_the_launcher_says_so(monkeypatch, asked, ha
 @pytest.mark.parametrize(
     ("kind", "version_2", "asked", "refusal"),
     [
+        (DistributedType.FSDP, "checkpoints", "true", "give --gradient_checkpointing"),
         (DistributedType.FSDP, True, "false", None),
         (DistributedType.FSDP, True, "true", None),
         (DistributedType.FSDP, False, "false", "first version is not supported; set fsdp_version: 2"),
@@ -68,7 +70,7 @@ def test_a_run_keeps_off_a_gpu_where_the_launcher_says_so(monkeypatch, asked, ha
 )
 def test_a_request_for_fsdp_that_accelerate_did_not_follow_is_refused(monkeypatch, kind, version_2, asked, refusal):
     made = SimpleNamespace(num_processes=1, distributed_type=kind, is_fsdp2=version_2, device=torch.device("cpu"))
-    made.state = SimpleNamespace(fsdp_plugin=SimpleNamespace())
+    made.state = SimpleNamespace(fsdp_plugin=SimpleNamespace(activation_checkpointing=version_2 == "checkpoints"))
     monkeypatch.setattr(devices, "Accelerator", lambda **_: made)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", asked)
     with pytest.raises(UserError, match=refusal) if refusal else contextlib.nullcontext():
@@ -177,6 +179,8 @@ def test_eager_attention_is_chosen_on_a_cpu_except_for_long_rows_without_dropout
     [
         ("torch_compile", False, True, True),
         ("micro_batch_size", 128, 512, 3),
+        ("dataloader_num_workers", 0, 1, 0),
+        ("dataloader_num_workers", 0, 1, 2),
     ],
 )
 def test_defaults_depend_on_the_device_and_give_way_to_options(gpu, option, on_cpu, on_gpu, asked):
@@ -200,16 +204,57 @@ def test_the_default_micro_batch_has_fewer_pairs_where_they_are_longer_and_takes
 
 
 @pytest.mark.parametrize(
-    ("capability", "precision", "is_refused"),
-    [((7, 5), "fp16", True), ((8, 0), "fp16", False), ((9, 0), "bf16", False), ((9, 0), "no", True)],
+    ("capability", "precision", "changes", "has_varlen"),
+    [
+        ((7, 5), "fp16", {}, False),
+        ((8, 0), "fp16", {}, True),
+        ((9, 0), "bf16", {}, True),
+        ((9, 0), "no", {}, False),
+        ((9, 0), "bf16", {"attention_probs_dropout_prob": 0.1}, False),
+        ((9, 0), "bf16", {"hidden_size": 100, "num_attention_heads": 5}, False),  # heads of 20
+    ],
 )
-def test_varlen_is_refused_on_gpus_that_have_no_flash_attention(gpu, monkeypatch, capability, precision, is_refused):
+def test_varlen_is_the_default_where_a_gpu_has_flash_attention_and_else_refused(
+    gpu, monkeypatch, capability, precision, changes, has_varlen
+):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    run = PretrainConfig(attn_implementation="varlen")
-    architecture = D2lBertConfig(attention_probs_dropout_prob=0.0)
+    architecture = D2lBertConfig(**{"attention_probs_dropout_prob": 0.0, **changes})
+    default = chosen("cuda", None, architecture, precision).attn_implementation
+    assert default == ("varlen" if has_varlen else "sdpa")
     message = "needs an NVIDIA GPU from Ampere on .*; give sdpa"
-    with pytest.raises(UserError, match=message) if is_refused else contextlib.nullcontext():
-        chosen("cuda", run, architecture, precision)
+    with contextlib.nullcontext() if has_varlen else pytest.raises(UserError, match=message):
+        chosen("cuda", PretrainConfig(attn_implementation="varlen"), architecture, precision)
+    sdpa = PretrainConfig(attn_implementation="sdpa")
+    assert chosen("cuda", sdpa, architecture, precision).attn_implementation == "sdpa"
+
+
+def test_flash_attention_3_is_used_where_it_is_installed_and_given_back(monkeypatch):
+    hopper = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    run = PretrainConfig(attn_implementation="varlen")
+
+    def missing():
+        raise ModuleNotFoundError("flash_attn_interface")
+
+    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", missing)
+    devices.use_flash_attention_3(run, hopper)
+    assert current_flash_attention_impl() is None
+    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", lambda: SimpleNamespace(remove=lambda: None))
+    with processes.restore_host_settings():
+        devices.use_flash_attention_3(PretrainConfig(attn_implementation="sdpa"), hopper)
+        assert current_flash_attention_impl() is None
+        devices.use_flash_attention_3(run, hopper)
+        assert current_flash_attention_impl() == "FA3"
+    assert current_flash_attention_impl() is None
+
+
+def test_unused_memory_is_freed_on_apples_gpus_alone(monkeypatch):
+    freed = []
+    monkeypatch.setattr(torch.mps, "empty_cache", lambda: freed.append(True))
+    devices.free_unused_memory(torch.device("cpu"))
+    assert not freed
+    devices.free_unused_memory(torch.device("mps"))
+    assert freed
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def write_encoders(folder):
 
 
 def embed(model, texts, **options):
-    """What `embed` says of a model and a file."""
+    """What `embed` makes of a model and a file."""
     return module.embed(str(model), str(texts), EmbedConfig(**options))
 
 
@@ -153,10 +153,10 @@ def test_a_row_with_no_vector_of_this_model_is_named(cell, encoders, tmp_path, f
     assert "row 2: column 'vector' holds no vectors of 24 finite numbers" in line
 
 
-def nearest_shown(said):
+def nearest_shown(result):
     """The cosines and the numbers of the lines that `embed` shows, for each text."""
     shown = [[]]
-    for line in said.splitlines():
+    for line in result.report.splitlines():
         if line.startswith("nearest to"):
             shown.append([])
         else:

@@ -147,7 +147,7 @@ def test_a_model_without_the_head_is_told_apart_from_a_damaged_one_with_the_comm
     (tmp_path / "lines.txt").write_text("Anna walked.\n")
     said = fails(*words)
     assert type(model).__name__ in said and "cannot be loaded" not in said
-    advice = said.partition("; ")[2]
+    advice = said.partition("; ")[2].replace("evaluate --test_file", "")  # that is for labelled rows
     assert set(re.findall(r"[a-z-]+", advice)) & set(COMMANDS) == others
     assert main(["embed", str(folder), str(tmp_path / "lines.txt"), "--nearest=Anna"]) == 0
     if "evaluate" in others:

@@ -9,13 +9,15 @@ import pytest
 
 from d2l_bert.messages import UserError
 from d2l_bert.tokenization import tables
-from d2l_bert.tokenization.files import decoded, lines_and_cells
+from d2l_bert.tokenization.account import WIDTH
+from d2l_bert.tokenization.files import lines_and_cells, lines_of_text_file, text_files
+from d2l_bert.training.finetuning.rows import read_file
 
 
 def refused(path):
     """What is said of a file that cannot be read."""
     with pytest.raises(UserError) as error:
-        list(decoded(path))
+        list(lines_of_text_file(path))
     return str(error.value)
 
 
@@ -43,7 +45,7 @@ def test_a_file_that_is_not_packed_as_its_name_says_is_named(tmp_path):
     path.write_text("Plain text.\n")
     assert "take .gz off its name" in refused(path)
     path.write_bytes(gzip.compress(b"Packed.\n"))
-    assert list(decoded(path)) == ["Packed."]
+    assert list(lines_of_text_file(path)) == ["Packed."]
 
 
 def test_long_windows_of_zstd_have_a_way_out(tmp_path):
@@ -57,7 +59,7 @@ def test_a_line_end_that_was_converted_twice_is_one(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"one\r\r\ntwo\r\r\n\r\r\nthree\r\rfour\r\n\r\nfive")
     lines = ["one", "two", "", "three", "", "four", "", "five"]
-    assert list(decoded(path)) == lines
+    assert list(lines_of_text_file(path)) == lines
     assert tables.LINE_END.split(path.read_bytes().decode()) == lines
 
 
@@ -97,3 +99,54 @@ def test_the_header_of_a_table_is_no_text_to_predict_on(tmp_path):
         list(lines_and_cells(str(path)))
     path.write_text("text\nIt rains.\n")  # one word is a text
     assert [line for line, _ in lines_and_cells(str(path))] == ["text", "It rains."]
+
+
+def test_a_header_that_stands_again_is_said(tmp_path, caplog):
+    path = tmp_path / "joined.csv"
+    path.write_text("text,label\nIt rains.,a\ntext,label\nIt snows.,b\ntext,label\ntext,b\n")
+    with caplog.at_level(logging.WARNING, "d2l_bert"):
+        rows = [row["text"] for _, row in tables.table_rows(path)]
+    assert rows == ["It rains.", "text", "It snows.", "text", "text"]
+    assert "the header stands again in line 3 (2 in all)" in caplog.text
+
+
+def test_a_pointer_of_git_lfs_is_no_text(tmp_path):
+    for name in ("a.txt", "a.csv", "a.parquet"):
+        path = tmp_path / name
+        path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'9' * 64}\nsize 330454481\n")
+        assert "git lfs pull" in refused(path)
+    path.write_text("version 2 of this text\n")
+    assert list(lines_of_text_file(path)) == ["version 2 of this text"]
+
+
+def test_files_for_tests_beside_those_for_training_are_said(tmp_path):
+    for name in ("wiki.train.txt", "wiki.test.txt", "dev/a.txt", "latest.txt", "developers.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("It rains.\n")
+    assert text_files(tmp_path).remarks == "also read, though for tests by their names: dev/a.txt, wiki.test.txt"
+    (tmp_path / "wiki.train.txt").unlink()
+    assert text_files(tmp_path).remarks == ""
+
+
+def test_empty_lines_among_texts_are_counted(tmp_path, caplog):
+    path = tmp_path / "new.txt"
+    path.write_text("It rains.\n\nIt snows.\n \n")
+    with caplog.at_level(logging.INFO, "d2l_bert"):
+        rows = read_file(str(path), "").rows
+    assert [row.place for row in rows] == ["line 1", "line 3"]
+    assert "2 empty lines are left out" in caplog.text
+
+
+def test_lines_about_a_file_with_a_long_name_stay_short(tmp_path, caplog):
+    """A person reads at a glance what is logged of what was read (`account.WIDTH`)."""
+    name = "x" * 90
+    rows = 'text\tlabel\n"One."\ta\n' + "text\tlabel\n" + '"Two."\tb\n'
+    (tmp_path / f"{name}.tsv").write_text(rows)
+    (tmp_path / f"{name}.jsonl").write_text('{"text": "\\ud800", "label": "a"}\n')
+    times = pa.table({"text": ["One."], "w" * 90: pa.array([10**15], pa.timestamp("ms"))})
+    pyarrow.parquet.write_table(times, tmp_path / f"{name}.parquet")
+    with caplog.at_level("INFO"):
+        for suffix in (".tsv", ".jsonl", ".parquet"):
+            list(tables.table_rows(tmp_path / f"{name}{suffix}"))
+    assert len(caplog.messages) == 4
+    assert max(map(len, caplog.messages)) <= WIDTH

@@ -221,6 +221,21 @@ WRONG = {
         {"train": 'text,label\na,"x,y"\nb,"x,y"\n'},
         ["'x', 'y'"],
     ),
+    "a yes or no for each label in a list": (
+        "multi_label_classification",
+        {"train": 'text,label\na,"[0, 1]"\nb,"[0, 0]"\nc,"[1, 0]"\n'},
+        ["line 3: column 'label' holds ['0', '0'], as a yes or no for each label", "the names of the labels"],
+    ),
+    "the columns of pandas in JSON": (
+        "text-classification",
+        {"train.json": '{"text": {"0": "a", "1": "b"}, "label": {"0": "x", "1": "y"}}'},
+        ["train.json: cannot be read", "orient='records'"],
+    ),
+    "no header": (
+        "text-classification",
+        {"train": '"0","0","a"\n"4","1","b"\n'},
+        ["where the first line is no header"],
+    ),
     "numbers from 1 for the labels of a named task": (
         "sst2",
         {"train": "sentence,label\na,1\nb,2\nc,1\n"},
@@ -251,7 +266,7 @@ def test_wrong_rows_get_one_line_and_nothing_is_written(case, trained, tmp_path,
 
 
 OPTIONS = [  # options, words of the error line
-    ("", ["task None: give one of text-classification"]),
+    ("", ["--task is missing: give one of text-classification"]),
     ("--task clasification --train_file x", ["task 'clasification': give one of"]),
     ("--task classification", ["train_file is missing; give --train_file FILE, or --dataset ID"]),
     ("--task classification --train_file nowhere.csv", ["train_file nowhere.csv"]),
@@ -397,7 +412,7 @@ def test_an_output_folder_with_other_things_is_kept(trained, tmp_path, fails, fo
     run = tmp_path / "run"
     run.mkdir()
     (run / "run_config.json").write_text(json.dumps({"finetune": {}}))
-    assert "go on with --resume_from_checkpoint latest" in fails(*command, f"--output_dir={run}")
+    assert "go on with resume_from_checkpoint latest" in fails(*command, f"--output_dir={run}")
     both = ["--resume_from_checkpoint=latest", "--overwrite_output_dir"]
     assert "give one" in fails(*command, f"--output_dir={run}", *both)
 
@@ -462,7 +477,7 @@ def test_a_finished_run_is_replaced_or_gets_further_seeds(finished, command, tra
     folder = shutil.copytree(finished, tmp_path / "out")
     go_on = "--resume_from_checkpoint=latest"
     line = fails("finetune", trained, *command, f"--output_dir={folder}")
-    assert "--resume_from_checkpoint latest" in line and "replace it with --overwrite_output_dir" in line
+    assert "resume_from_checkpoint latest" in line and "replace it with overwrite_output_dir" in line
     before = read_record(folder / "metrics.json")
     weights = (folder / "model.safetensors").read_bytes()
     metrics = finetune(trained, folder, *command, "--num_seeds=3", go_on)

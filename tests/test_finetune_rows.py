@@ -164,6 +164,22 @@ def test_minus_one_says_that_there_is_no_label_where_the_dataset_names_the_class
     assert labels_of(splits["train"]) == ["no", "yes", "yes"]
 
 
+@pytest.mark.parametrize("names", [("0", "1"), ("1", "0"), ("0", "positive")])
+def test_a_dataset_whose_classes_are_called_by_numbers_has_the_classes_of_a_named_task(names, tmp_path):
+    rows = labelled(0, 1, 1)
+    dataset = saved(tmp_path / "set", names_of_labels(*names), train=rows)
+    task, splits = load(None, "sst2", dataset=dataset, text_column="text")
+    assert task.classes == ["negative", "positive"]
+    called = {"0": "negative", "1": "positive"}
+    assert labels_of(splits["train"]) == [called.get(names[row["label"]], names[row["label"]]) for row in rows]
+
+
+def test_a_number_that_a_named_task_has_no_class_for_is_refused(tmp_path):
+    dataset = saved(tmp_path / "set", names_of_labels("0", "1", "2"), train=labelled(0, 1, 2))
+    with pytest.raises(UserError, match="'2' beside labels of --task sst2"):
+        load(None, "sst2", dataset=dataset, text_column="text")
+
+
 def classes_in(folder, names, numbers):
     """What is read of a saved dataset whose classes have these names."""
     dataset = saved(folder, names_of_labels(*names), train=labelled(*numbers))
@@ -208,6 +224,9 @@ def test_each_of_several_label_columns_is_a_label_also_without_a_one(tmp_path):
     assert task.settings["id2label"] == {0: "toxic", 1: "insult", 2: "threat"}
     assert splits["test"].is_labelled
     assert task.targets(splits["train"])[1].tolist() == [1, 1, 0]
+    write_table(tmp_path / "test.csv", [{**rows[0], "toxic": -1}])  # a row that is not scored, as in Jigsaw's file
+    with pytest.raises(UserError, match="line 2: column 'toxic' holds '-1'; write 0 or 1, or take the row out"):
+        load_rows(tmp_path / "rows.csv", rows, "multilabel", test_file=test_file, label_column=columns)
 
 
 def test_several_labels_of_a_row_take_a_byte_each_and_are_bounded(tmp_path, tokenizer, monkeypatch):
@@ -567,6 +586,18 @@ def test_equal_texts_with_different_labels_are_counted_also_among_rows_held_out(
 
 
 @pytest.mark.parametrize(
+    "damage, said",
+    [("für".encode().decode("cp1252"), "encoding"), ("a<br />b", "tags"), (r"a.\nB", "escapes"), ("für b", "")],
+)
+def test_damage_in_the_texts_of_rows_is_said_once(damage, said, tmp_path):
+    rows = [{"text": f"word {number} {damage}", "label": "xy"[number % 2]} for number in range(8)]
+    task, splits = load_rows(tmp_path / "rows.jsonl", rows, "text-classification")
+    lines = [line for line in account.lines_about_rows(task, splits) if line.startswith("texts: ")]
+    assert len(lines) == bool(said)
+    assert all(said in line for line in lines)
+
+
+@pytest.mark.parametrize(
     "labels, separator, said",
     [
         (["farm", "market", "farm#market", "river", "river#farm"], ",", "give --label_separator '#'"),
@@ -645,6 +676,11 @@ def test_the_first_piece_of_a_word_has_the_label_and_every_word_is_in_one_window
             if label != -100:
                 found[number].append(task.classes[label])
     assert found == expected
+
+    assert "unseen" not in features.note
+    rows[0] = {"tokens": ["\u200e", "Ada", "\xad"], "ner_tags": ["O", "B-PER", "I-PER"]}
+    _, _, with_unseen = made(tmp_path / "unseen.jsonl", rows, "tags", tokenizer, 33)
+    assert "cut into windows; 2 words of unseen signs alone" in with_unseen.note
 
     # Scores that say the labels give the labels back; padded by -100 as Trainer does.
     logits = np.full((len(features.inputs), 40, len(task.classes)), -100.0)

@@ -157,7 +157,7 @@ OPTIONS = {
             {"page": "a", "runtime": "b", "onnx_only": True},
         ],
     ),
-    EmbedConfig: ({"nearest": ["a"]}, [{"batch_tokens": 0}, {"nearest": [], "output": None}, {"output": "a.txt"}]),
+    EmbedConfig: ({"nearest": ["a"]}, [{"batch_tokens": 0}, {"output": "a.txt"}]),
     AttentionConfig: (
         {},
         [

@@ -1,5 +1,6 @@
 """What a GPU computes in another way, here on a CPU: rows without padding, blocks, masks. (The loss: fast_paths.)"""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -19,14 +20,18 @@ from small_models import (
 )
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from d2l_bert import D2lBertConfig, D2lBertForMaskedLM, D2lBertForPreTraining, PretrainConfig
 from d2l_bert.modeling import modeling_d2l_bert as modeling
 from d2l_bert.tokenization.prepare import prepare
+from d2l_bert.training import devices
+from d2l_bert.training.compiling import compiled_blocks
 from d2l_bert.training.data.steps import TrainingSteps
 from d2l_bert.training.data.unpadded import VARLEN, without_padding
+from d2l_bert.training.learner import Learner
 
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -123,6 +128,69 @@ def test_compiled_blocks_compute_the_same_as_on_a_gpu(monkeypatch):
         assert_same(loss_and_gradients(model, **batch), known, **CLOSE)
     assert programs.frame_count <= 3
     torch.compiler.reset()
+
+
+def kind_of(batch):
+    """What a program of a micro-batch depends on: its arguments, and which of their sizes are 1."""
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    return tuple((name, tuple(size == 1 for size in tensor.shape)) for name, tensor in tensors.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("packing", "attention", "objective"), [(False, "sdpa", "nsp"), (True, "sdpa", "none"), (True, VARLEN, "nsp")]
+)
+def test_programs_are_compiled_for_new_kinds_of_micro_batches_alone_and_none_is_cut(
+    books, packing, attention, objective, monkeypatch
+):
+    """In 50 steps, of rows of 24 tokens and then of 48. The block and the last block have a program for each kind."""
+    run = PretrainConfig(corpus=[str(books)], vocab_size=200, max_seq_length=48, max_steps=50, objective=objective)
+    sizes = {"micro_batch_size": 4, "global_batch_size": 12, "length_schedule": ["24:0.5"]}
+    run = replace(run, packing=packing, attn_implementation=attention, mixed_precision="no", **sizes)
+    text = prepare(run)
+    model_class = D2lBertForMaskedLM if objective == "none" else D2lBertForPreTraining
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "attention_probs_dropout_prob": 0.0}
+    config = D2lBertConfig(vocab_size=len(text.tokenizer), **sizes)
+    model = model_class._from_config(config, attn_implementation=attention).train()
+    compute_as_on("gpu", monkeypatch)
+    programs = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=programs))
+    gradient = functools.cache(lambda: torch.compile(modeling.gradient_in_float32, dynamic=True))
+    monkeypatch.setattr(modeling, "compiled_gradient_in_float32", gradient)
+    torch.compiler.reset()
+    counters.clear()
+    kinds = set()
+    with compiled_blocks(model, is_compiled=True):
+        learner = Learner(devices.make_accelerator("no"), model, run)
+        for number, step in enumerate(TrainingSteps(run, text, 50, on_gpu=True).walk(), 1):
+            before = programs.frame_count
+            kinds_before = len(kinds)
+            kinds |= set(map(kind_of, step.micro_batches))
+            learner.train_on(step, number, 1e-3)
+            assert programs.frame_count == before or len(kinds) > kinds_before, (number, before, programs.frame_count)
+    torch.compiler.reset()
+    assert not counters["graph_break"]
+    assert 3 <= programs.frame_count <= 2 + 2 * len(kinds), "two of the loss, and two of each kind"
+
+
+@pytest.mark.slow
+def test_ddp_cuts_no_program(monkeypatch):
+    """Its optimizer would, where the gradients of a block do not fit into the first of its buckets of 1 MiB."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    programs = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=programs))
+    sizes = {"num_hidden_layers": 3, "hidden_size": 240, "intermediate_size": 1024}
+    counts = []
+    for wrapped in (lambda model: model, nn.parallel.DistributedDataParallel):
+        torch.compiler.reset()
+        programs.clear()
+        model = make_model(D2lBertForPreTraining, make_config(**sizes)).train()
+        with compiled_blocks(model, is_compiled=True):
+            wrapped(model)(**make_batch(model)).loss.backward()
+        counts.append(programs.frame_count)
+    torch.distributed.destroy_process_group()
+    torch.compiler.reset()
+    assert counts[0] == counts[1] >= 2, counts
 
 
 @pytest.mark.parametrize("packing", [False, True])

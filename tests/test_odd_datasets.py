@@ -260,15 +260,15 @@ def test_a_saved_dataset_of_one_split_is_that_split_and_no_other(split, tmp_path
 
 def test_a_saved_dataset_without_a_split_is_read_but_not_as_one_that_is_named(tmp_path):
     folder = saved(tmp_path / "set")
-    for split in ("train", "validation"):
+    for split in ("train", "validation", "test"):
         assert len(texts(dataset_source(str(folder), WhatToRead(split=split)))) == 40
-    with pytest.raises(UserError, match="no splits, and no 'test'"):
-        dataset_source(str(folder), WhatToRead(split="test"))
+    with pytest.raises(UserError, match="no splits, and no 'dev'"):
+        dataset_source(str(folder), WhatToRead(split="dev"))
 
 
 def test_a_dataset_in_memory_is_read_whichever_split_it_is_of(tmp_path):
     rows = datasets.Dataset.from_dict(ROWS, split="test")
-    assert len(texts(dataset_source(dataset_folder(rows, "text")))) == 40
+    assert len(texts(dataset_source(dataset_folder(rows, "text", "train")))) == 40
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")

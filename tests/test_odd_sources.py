@@ -34,7 +34,7 @@ def test_pipes_and_devices_in_a_folder_are_left_out_and_said(tmp_path):
     (tmp_path / "d").symlink_to("/dev/stdin")
     source = file_source(tmp_path)
     assert texts(source) == [["Text."]]
-    assert "pipes and devices: 4 files" in source.left_out
+    assert "pipes and devices: 4 files" in source.remarks
 
 
 def test_files_behind_links_out_of_a_folder_are_read_said_and_counted(tmp_path):

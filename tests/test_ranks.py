@@ -135,6 +135,51 @@ def test_a_launched_program_can_pretrain_twice_and_keeps_its_process_group(books
 # FSDP2 trains the same weights as one process, and each resumes from the other's checkpoints
 
 
+GRADIENTS = """
+import copy
+import torch
+from accelerate import FullyShardedDataParallelPlugin
+from small_models import make_batch, make_config, make_model
+
+from d2l_bert import D2lBertForPreTraining
+from d2l_bert.training.shards import full_tensor, shard
+
+torch.distributed.init_process_group("gloo")
+for setting in ("d2l", "bert"):  # untied and tied
+    whole = make_model(D2lBertForPreTraining, make_config(setting)).train()
+    batch = make_batch(whole)
+    sharded = copy.deepcopy(whole)
+    shard(sharded, FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True))
+    parts = torch.distributed.get_world_size()
+    assert sharded.mlm.decoder.weight.to_local().numel() < whole.mlm.decoder.weight.numel()
+    calls = []
+    for model, skip_logits in ((whole, False), (sharded, False), (sharded, True)):
+        model.zero_grad()
+        hook = model.bert.register_forward_hook(lambda *_: calls.append(skip_logits))
+        model.mlm.forward = lambda states: calls.append("logits") or type(model.mlm).forward(model.mlm, states)
+        model(**batch, skip_logits=skip_logits).loss.backward()
+        hook.remove()
+        gradients = [full_tensor(parameter.grad) for parameter in model.parameters()]
+        if model is whole:
+            expected = gradients
+        for found, gradient in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(found, gradient, rtol=1e-5, atol=1e-6)
+    assert calls == [False, "logits", False, "logits", True], calls
+print("the same gradients")
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_shards_give_the_gradient_of_the_whole_model_without_logits(tmp_path):
+    program = tmp_path / "gradients.py"
+    program.write_text(GRADIENTS)
+    said = tmp_path / "said.txt"
+    environment = {"PYTHONPATH": str(Path(__file__).parent)}
+    ranks = start([], script=program, environment=environment, processes=2, said=said)
+    assert end(ranks, 300) == [0, 0], said.read_text()
+
+
 OPTIONS = ["--max_steps=4", "--save_steps=2", "--micro_batch_size=3", "--mixed_precision=no"]
 FILES = ("model.safetensors", "checkpoint-4/model.safetensors", "checkpoint-4/optimizer.safetensors")
 

@@ -15,13 +15,13 @@ from transformers import BertConfig, BertForPreTraining, get_scheduler, get_wsd_
 
 from d2l_bert import D2lBertForPreTraining
 from d2l_bert.__main__ import main, make_parser
-from d2l_bert.commands import resolve_pretrain
+from d2l_bert.commands import options_of_pretrain
 from d2l_bert.messages import UserError
 from d2l_bert.training import recipes, schedule
 from d2l_bert.training.config import LENGTH_OPTIONS, PretrainConfig
 from d2l_bert.training.data.steps import Stage
 from d2l_bert.training.devices import make_accelerator
-from d2l_bert.training.recipes import INPUT_OPTIONS, RECIPES, command_line
+from d2l_bert.training.recipes import INPUT_OPTIONS, RECIPES, command_line, resolve
 from d2l_bert.training.run_folder import architecture_numbers
 from d2l_bert.training.schedule import due_after, learning_rate, steps_for_minutes, time_steps
 
@@ -54,7 +54,8 @@ def test_recipes_have_as_many_parameters_as_stock_bert_and_20_tokens_per_paramet
 
 def resolved(*options):
     """The architecture and the run of `pretrain` with some options, read by the real parser."""
-    return resolve_pretrain(make_parser(["pretrain", *options]).parse_args(["pretrain", *options]))
+    given = options_of_pretrain(make_parser(["pretrain", *options]).parse_args(["pretrain", *options]))
+    return resolve(given.pop("recipe"), given)
 
 
 def test_options_of_the_command_line_replace_or_shorten_a_recipes_schedules():

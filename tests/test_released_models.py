@@ -20,12 +20,13 @@ from benchmarks import release
 from benchmarks.release import RELEASES, flags, read_recipe, texts_of
 from d2l_bert import D2lBertForPreTraining, D2lBertModel
 from d2l_bert.__main__ import main, make_parser
-from d2l_bert.commands import resolve_pretrain
+from d2l_bert.commands import options_of_pretrain
 from d2l_bert.folders import content_hash, short_hash, write_json
 from d2l_bert.messages import UserError
 from d2l_bert.model_cards.card import render_card
 from d2l_bert.records import read_record
 from d2l_bert.tokenization.sources import file_source
+from d2l_bert.training.recipes import resolve
 
 
 RECORDED = sorted(path.parent for path in RELEASES.glob("*/release.json"))
@@ -90,7 +91,8 @@ def test_the_record_belongs_to_the_recipe_of_today(place, files):
             planned[f"{command} {name}"] = options
     assert release["measured"] == planned, way_out
     words = ["pretrain", *flags(recipe["pretrain"]), "--seed", str(recipe["seed"])]
-    architecture, run = resolve_pretrain(make_parser(words).parse_args(words))
+    given = options_of_pretrain(make_parser(words).parse_args(words))
+    architecture, run = resolve(given.pop("recipe"), given)
     assert record["run"].keys() <= vars(run).keys()  # `evaluate` makes a run of it
     for field in dataclasses.fields(run):
         # Other options are resolved when a run begins: a number of epochs becomes a number of steps, for example.

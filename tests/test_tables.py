@@ -193,6 +193,14 @@ def test_the_separator_is_said_and_another_can_be_given(content, given, cells, s
         assert separator.partition(",")[0] == said
 
 
+def test_a_file_far_down_in_folders_leaves_its_separator_a_short_line(tmp_path, caplog):
+    caplog.set_level("INFO")
+    place = f"{'folder/' * 20}{'questions' * 20}.csv"
+    file = write_files(tmp_path, {place: "id;text\n1;Schön\n"}) / place
+    assert lines_of(str(file), "text", "auto") == ["Schön"]
+    assert caplog.messages and all(len(message) <= 120 for message in caplog.messages)
+
+
 def test_the_first_line_of_excel_sets_the_separator_and_rows_of_empty_cells_are_left_out(tmp_path):
     write_files(tmp_path, {"rows.csv": "sep=;\nlabel;a, b, c, text\n1;Schön\n;\n"})
     rows = [("line 3", {"label": "1", "a, b, c, text": "Schön"}, (), None)]

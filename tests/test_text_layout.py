@@ -324,6 +324,15 @@ def test_rows_are_divided_like_files_and_put_together_in_blocks(opened, tmp_path
     assert +blocks.counts == {"rows read in documents of 64 rows": 100, "rows without text": 1}
 
 
+@pytest.mark.parametrize("documents", ["auto", "file", "blank_line", "line"])
+def test_control_characters_that_are_dropped_of_rows_are_counted_wherever_documents_end(documents, tmp_path):
+    """Two in the first row, one in the second."""
+    table = write_table(tmp_path / "a.jsonl", [{"text": "One\x0b came.\x0c"}, {"text": "Two w\x1cent."}])
+    source = file_source(table, HowToRead(documents=documents))
+    assert list(itertools.chain.from_iterable(read(source))) == ["One came.", "Two went."]
+    assert source.counts[DROPPED] == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["x" * 4_000_000, "word " * 800_000, "A word. " * 500_000])
 @pytest.mark.parametrize("documents", ["auto", "line"])

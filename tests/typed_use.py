@@ -21,7 +21,7 @@ from d2l_bert import (
 def train(text: str) -> Path | None:
     architecture, run = RECIPES["tiny"]()
     changed: PretrainConfig = replace(run, corpus=[text], max_steps=10)
-    return pretrain(architecture, changed)
+    return pretrain(architecture, changed).output_dir
 
 
 def tokenizer_of(lines: list[str]) -> PreTrainedTokenizerBase:

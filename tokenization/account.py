@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from d2l_bert.messages import counted, printable, shortened, writing
+from d2l_bert.messages import counted, printable, short_name, shortened, writing
 from d2l_bert.tokenization.text_store import TextStore
 
 
@@ -20,10 +20,9 @@ WIDTH = 120
 # Of these, the lines that follow the remarks: counts of tokens, second loss, start from bigrams, loss before training.
 LATER_LINES = 4
 
-# Characters that are shown of a document's first and last sentence, and of a source's name.
+# Characters that are shown of a document's first and last sentence.
 SHOWN_OF_BEGINNING = 60
 SHOWN_OF_END = 30
-SHOWN_OF_NAME = 40
 
 
 class Account:
@@ -70,11 +69,6 @@ class Account:
     def _log(self, line, level):
         self._logged += 1
         logger.log(level, line if self.is_whole else shortened(line, WIDTH))
-
-
-def short_name(name: str) -> str:
-    """The name of a text, short enough for a line of the account."""
-    return shortened(name, SHOWN_OF_NAME)
 
 
 def counts_line(name: str, reading: dict[str, int]) -> str:

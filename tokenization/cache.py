@@ -49,7 +49,12 @@ def cache_folder() -> Path:
 
 
 def is_own(folder):
-    """Whether a folder belongs to this user and, if it is a link, the link does, too; or nothing is there."""
+    """
+    Whether a folder belongs to this user and, if it is a link, the link does, too; or nothing is there.
+
+    A folder of some network drives seems to belong to another user: they report one owner for all files. It is this
+    user's if a new file in it has that owner, too.
+    """
     if not os.path.lexists(folder):
         return True
     if not folder.is_dir():
@@ -58,10 +63,12 @@ def is_own(folder):
         owners = {folder.lstat().st_uid, folder.stat().st_uid}
         if owners == {os.geteuid()}:
             return True
-        # Some network drives report one owner for all files. A new file then has that owner, too.
-        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as new:
-            return owners == {os.fstat(new.fileno()).st_uid}
-    return False
+        try:
+            with tempfile.TemporaryFile(dir=folder) as new:
+                owner_of_new_file = os.fstat(new.fileno()).st_uid
+        except OSError:  # this user may not even write there
+            return False
+        return owners == {owner_of_new_file}
 
 
 def _closed(folder):
@@ -118,8 +125,9 @@ def write_once(
     Args:
         write: gets the path of the empty temporary folder. An `OSError` that it raises is reported as an error of
             writing the cache, so `write` must turn errors of reading its sources into other exceptions.
-        check: raises an exception of `READ_ERRORS`, such as a `UserError`, if a whole folder does not hold what
-            `write` writes, as one whose files and hashes were changed: it is written anew, too.
+        check: raises an exception of `READ_ERRORS`, such as a `UserError`, if a folder does not hold what `write`
+            writes. A folder can be whole and still not: `SEAL_FILE` was changed with the others. It is then written
+            anew, too.
 
     Raises:
         UserError: the cache cannot be written.
@@ -159,9 +167,9 @@ def _is_whole(folder):
     """
     Whether a folder of the cache has the files that were written into it, and they are as they were written.
 
-    A file is not read if its size and its marks are those of the time when it was written: hashing a large text would
-    take longer than all else before a run starts. Of a file with other marks, as in a copied cache, the hash is
-    compared. What the disk itself damages without a write, `prepare` notices: it hashes what it copies.
+    Of each file, the size is compared first, then its marks. If both are as they were written, that is all: hashing a
+    large text would take longer than all else before a run starts. If only the size is, as in a copied cache, the file
+    is hashed. What the disk itself damages without a write, `prepare` notices: it hashes what it copies.
     """
     if folder.is_symlink() or not folder.is_dir():
         return False
@@ -183,7 +191,9 @@ def _is_as_sealed(path, sealed):
     """Whether a file is as its entry in `SEAL_FILE` says; it is read only if its marks are others."""
     if path.is_symlink() or not path.is_file() or path.stat().st_size != sealed["bytes"]:
         return False
-    return sealed["marks"] == _marks(path) or sealed["sha256"] == content_hash(path)
+    if sealed["marks"] == _marks(path):
+        return True
+    return sealed["sha256"] == content_hash(path)
 
 
 def _passes(path, check):

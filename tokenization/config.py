@@ -80,20 +80,24 @@ class SourceConfig(Options):
 
     def __post_init__(self):
         """
-        Write a `datasets.Dataset` that stands in place of a name to the cache, so that it has a name.
+        Write data in memory that stand in place of the name of a dataset to the cache, so that they have a name.
 
         Raises:
             UserError: as in `hub_datasets.dataset_folder`.
         """
-        for option_name in {"dataset", "validation_dataset"} & vars(self).keys():
-            given = getattr(self, option_name)
+        for option_name, split_name in (("dataset", "dataset_split"), ("validation_dataset", "validation_split")):
+            given = vars(self).get(option_name, [])
             given = given if isinstance(given, (list, str)) else [given]
-            if all(isinstance(one, str) for one in given):
+            in_memory = [one for one in given if not isinstance(one, str)]
+            if not in_memory:
                 continue
             from d2l_bert.tokenization.hub_datasets import dataset_folder  # loads PyArrow, which help does without
 
-            names = [one if isinstance(one, str) else dataset_folder(one, self.text_column) for one in given]
+            split = getattr(self, split_name)
+            names = [one if isinstance(one, str) else dataset_folder(one, self.text_column, split) for one in given]
             setattr(self, option_name, names)
+            if len(in_memory) == len(given):  # in the cache each is a dataset without splits
+                setattr(self, split_name, type(self).__dataclass_fields__[split_name].default)
 
     def contradictions(self, given: set[str]) -> Iterator[str]:
         """As in `Options`."""
@@ -190,6 +194,14 @@ class TextConfig(SourceConfig):
         TOKENIZER,
         within="[0, 16777216]",
     )
+
+    def __post_init__(self):
+        """As in `SourceConfig`; a tokenizer in memory that stands in place of a name is written to the cache, too."""
+        super().__post_init__()
+        if self.tokenizer is not None and not isinstance(self.tokenizer, str):
+            from d2l_bert.tokenization.existing_tokenizers import tokenizer_folder  # loads Transformers
+
+            self.tokenizer = tokenizer_folder(self.tokenizer)
 
     def contradictions(self, given: set[str]) -> Iterator[str]:
         """As in `Options`. Raises `UserError` itself for a `pre_tokenizer` that there is not."""

@@ -26,6 +26,7 @@ from d2l_bert.tokenization.wordpiece import literal_json, literal_tokenizer
 REMARKED_UNKNOWN = 0.01  # of the characters, in [UNK]
 REMARKED_DROPPED = 0.005  # of the characters
 REMARKED_MERGED = 0.01  # of the word types, which became equal to another
+REMARKED_ESCAPES = 0.005  # of the words; the strings in Python's code have them in 0.1 %
 REMARKED_DIGITS = 0.25  # of the vocabulary's entries, which hold a digit
 
 
@@ -92,7 +93,9 @@ def coverage_of(words: Counter, tokenizer: PreTrainedTokenizerBase) -> Coverage:
         case and normal form; `merged_examples`, a few of these.
     """
     normalizer = tokenizer.backend_tokenizer.normalizer
-    if normalized(ZERO_WIDTH_SPACE, normalizer).isspace():  # to this tokenizer it ends a word
+    # `words` are what stands between white space. To some tokenizers a zero-width space is white space, too.
+    ends_a_word = normalized(ZERO_WIDTH_SPACE, normalizer).isspace()
+    if ends_a_word:
         words = split_words(words, None, pre_tokenizers.Split(ZERO_WIDTH_SPACE, "removed"))
     characters = count_characters(words)
     dropped_marks, dropped_characters = _count_dropped(characters, normalizer)
@@ -144,12 +147,13 @@ def _find_merged(words_by_ids, counts):
     """How many words have the ids of another that differs by more than case and normal form; three pairs of them."""
     merged = 0
     pairs = []
-    for same in words_by_ids.values():
-        different = {unicodedata.normalize("NFKC", word).lower(): word for word in same}
-        if len(different) > 1:
-            merged += len(same)
-            occurrences = sum(counts[word] for word in same)
-            pairs.append((occurrences, list(different.values())[:2]))
+    for words in words_by_ids.values():
+        # "Café", "CAFÉ" and "cafe" are the forms "café" and "cafe", and of "café" the last word is shown.
+        word_of_form = {unicodedata.normalize("NFKC", word).lower(): word for word in words}
+        if len(word_of_form) > 1:
+            merged += len(words)
+            occurrences = sum(counts[word] for word in words)
+            pairs.append((occurrences, list(word_of_form.values())[:2]))
     pairs.sort(reverse=True)
     return merged, [pair for _, pair in pairs[:3]]
 
@@ -215,7 +219,7 @@ def remarks(
         language: the option.
     """
     yield from _remarks_on_losses(coverage, is_given)
-    yield from _remarks_on_damage(contents)
+    yield from remarks_on_damage(contents)
     yield from _remarks_on_letters(contents, tokenizer, is_given, language)
     with_digits = facts_of(tokenizer)["entries_with_digits"] / len(tokenizer)
     if with_digits > REMARKED_DIGITS and not is_given:
@@ -243,24 +247,41 @@ def _remarks_on_losses(coverage, is_given):
         dropped = f"{coverage['dropped_characters']:,} control, invisible or private-use characters"
         yield f"{dropped} are dropped; {replace_them}"
     if coverage["merged_types"] > REMARKED_MERGED * coverage["word_types"]:
-        losses = {
+        # Words become equal by what is lost of them. The advice is against what is lost most.
+        lost = {
             replace_them: coverage["dropped_characters"],
             know_more: coverage["unknown_characters"],
             keep_marks: coverage["dropped_marks"],
         }
+        advice = max(lost, key=lost.get)
         one, other = coverage["merged_examples"][0]
         share = coverage["merged_types"] / coverage["word_types"]
-        yield f"{share:.0%} of the words became another ({one:.20} = {other:.20}); {max(losses, key=losses.get)}"
+        yield f"{share:.0%} of the words became another ({one:.20} = {other:.20}); {advice}"
 
 
-def _remarks_on_damage(contents):
-    """Lines about words that were damaged before."""
-    if contents["mojibake"] > NOTICEABLE:
-        yield f"{contents['mojibake']:.1%} of the words are UTF-8 read as Windows-1252 (fÃ¼r for für); repair it: ftfy"
-    if contents["entities"] > NOTICEABLE:
-        yield f"{contents['entities']:.1%} of the words hold entities of HTML (&quot;); replace them: html.unescape"
-    if contents["zawgyi"] > NOTICEABLE:
-        yield f"{contents['zawgyi']:.1%} of the words are Burmese in Zawgyi, not Unicode; convert it: myanmar-tools"
+# Ways in which words were damaged before they were read: the share in `Contents`, how large it is before it is said,
+# and what it is, with what repairs it.
+DAMAGE = (
+    (
+        "mojibake",
+        NOTICEABLE,
+        "were read in a wrong encoding, as Windows-1252 (fÃ¼r for für); repair them: ftfy, or iconv",
+    ),
+    ("entities", NOTICEABLE, "hold entities of HTML (&quot;); replace them: html.unescape"),
+    ("tags", NOTICEABLE, "hold tags: <br />, <unk>, [SEP] or the like; take them out"),
+    ("escapes", REMARKED_ESCAPES, r"hold escapes for characters (\n, \u00e9); write the characters"),
+    ("reversed", NOTICEABLE, "are Hebrew written backwards, as out of PDF; reverse the lines"),
+    ("two_alphabets", NOTICEABLE, "mix Latin and Cyrillic letters, which look alike; write each word in one"),
+    ("twins", NOTICEABLE, "have the rarer of ş and ș, ي and ی or ك and ک, which look alike; write one of the two"),
+    ("zawgyi", NOTICEABLE, "are Burmese in Zawgyi, not Unicode; convert it: myanmar-tools"),
+)
+
+
+def remarks_on_damage(contents: Contents) -> Iterator[str]:
+    """A short line for each way in which words were damaged before, with what repairs them."""
+    for kind, least, what in DAMAGE:
+        if contents[kind] > least:
+            yield f"{contents[kind]:.1%} of the words {what}"
 
 
 def _remarks_on_letters(contents, tokenizer, is_given, language):
@@ -268,11 +289,18 @@ def _remarks_on_letters(contents, tokenizer, is_given, language):
     normalizer = tokenizer.backend_tokenizer.normalizer
     is_lower_case = normalized("A", normalizer) == "a"
     keep_case = "train a tokenizer with --lowercase false" if is_given else "--lowercase false keeps it"
-    is_two_forms = normalized("\u0958", normalizer) != normalized("\u0915\u093c", normalizer)
-    if contents["mixed_forms"] > NOTICEABLE and is_two_forms:
+    # A letter of Devanagari as one character, and as a letter and a mark, in which NFC and NFKC, too, write it.
+    as_one = "\u0958"
+    as_two = "\u0915\u093c"
+    keeps_two_forms = normalized(as_one, normalizer) != normalized(as_two, normalizer)
+    if contents["mixed_forms"] > NOTICEABLE and keeps_two_forms:
         make_one = "convert it to NFC" if is_given else "--unicode_normalization NFC makes them one"
         yield f"{contents['mixed_forms']:.1%} of the words are spelled in two forms of Unicode; {make_one}"
-    if contents["compatible_forms"] > NOTICEABLE and normalized("ﬁ", normalizer) != "fi":
+    elif contents["decomposed"] > NOTICEABLE and keeps_two_forms:
+        compose = "convert it to NFC" if is_given else "--unicode_normalization NFC composes it"
+        yield f"{contents['decomposed']:.1%} of the words are decomposed (NFD), as few other texts are; {compose}"
+    has_compatible = contents["compatible_forms"] > max(NOTICEABLE, contents["mojibake"])  # as it holds º and µ
+    if has_compatible and normalized("ﬁ", normalizer) != "fi":
         make_plain = "convert it to NFKC" if is_given else "--unicode_normalization NFKC makes them plain"
         yield f"{contents['compatible_forms']:.1%} of the words hold ligatures or wide letters (ﬁ, Ａ); {make_plain}"
     if is_lower_case and contents["mixed_case"] > MOST_MIXED_CASE:

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from d2l_bert.tokenization import tables
-from d2l_bert.tokenization.rules import DELETED
 from d2l_bert.tokenization.seen_lines import SeenLines
-from d2l_bert.tokenization.text_layout import find_layout, grouped, split_documents
+from d2l_bert.tokenization.text_layout import find_layout, split_documents, with_single_spaces
 
 
 # How lines divide a text file or rows is found from the first lines or rows with this many characters. A paragraph of
@@ -43,13 +42,13 @@ def text_documents(
     The documents of a text file.
 
     Args:
-        lines: of the file, as in `files.decoded`.
+        lines: of the file, as in `files.lines_of_text_file`.
         counts: how the file was read is counted.
         seen: keeps some of its lines.
         documents: where documents end, as in `find_layout`.
 
     Raises:
-        UserError: as in `decoded`.
+        UserError: as in `lines_of_text_file`.
     """
     first_lines = _beginning(lines)
     layout = find_layout(first_lines, documents)
@@ -76,18 +75,21 @@ def row_documents(
         documents: `auto`, `blank_line`, `line`, or `file` for documents of `BLOCK_ROWS` rows, in which each row is a
             paragraph.
     """
+    joins_rows = documents == "file"  # BLOCK_ROWS rows make a document
+    ends_in_row = "file" if documents == "auto" else documents  # to `find_layout` a row is a file
     texts = _with_text(texts, counts)
     first_rows = _beginning(texts)
-    lines = []
+    lines_of_rows = []  # with an empty line between two rows
     for text in first_rows:
-        lines += ["", *tables.LINE_END.split(text.strip())]
-    lines_of_rows = lines[1:]  # with an empty line between two rows
-    layout = find_layout(lines_of_rows, "file" if documents == "auto" else documents)  # here "file" stands for a row
+        if lines_of_rows:
+            lines_of_rows.append("")
+        lines_of_rows += tables.LINE_END.split(text.strip())
+    layout = find_layout(lines_of_rows, ends_in_row)
     seen.add(lines_of_rows, are_joined=layout.lines == "wrapped")
     are_sentences = layout.lines == "sentences"
     rows = itertools.chain(first_rows, texts)
-    if documents == "file":  # and here, as an option, for many rows
-        paragraphs = (" ".join(DELETED.sub("", text).split()) for text in rows)
+    if joins_rows:
+        paragraphs = (with_single_spaces(text, READ_CHARACTERS, counts) for text in rows)
         while block := list(itertools.islice(paragraphs, BLOCK_ROWS)):
             counts[f"rows read in documents of {BLOCK_ROWS} rows"] += len(block)
             yield Document(block, are_sentences=are_sentences)
@@ -109,4 +111,11 @@ def _with_text(texts, counts):
 
 def _beginning(texts):
     """Take the first texts from an iterator, until they have `READ_CHARACTERS` characters; the rest stays in it."""
-    return next(grouped(texts, lambda text: 1 + len(text), READ_CHARACTERS), [])
+    beginning = []
+    characters = 0
+    for text in texts:
+        beginning.append(text)
+        characters += len(text) + 1  # and a line end
+        if characters >= READ_CHARACTERS:
+            break
+    return beginning

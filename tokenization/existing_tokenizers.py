@@ -1,5 +1,6 @@
 """Loads the tokenizers that exist: of a model's folder, of the Hub, a bare `vocab.txt` or `tokenizer.json`."""
 
+import functools
 import logging
 import re
 import unicodedata
@@ -10,6 +11,7 @@ from tokenizers import Tokenizer
 from transformers import BertTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from d2l_bert.messages import UserError, reading_model
+from d2l_bert.tokenization.cache import cache_folder, write_once
 from d2l_bert.tokenization.model_files import check_within, find_file
 from d2l_bert.tokenization.tokenizer_files import (
     BERT_ROLES,
@@ -24,7 +26,9 @@ from d2l_bert.tokenization.wordpiece import (
     give_bert_inputs,
     has_capitals,
     rules_of,
+    save_tokenizer,
     stock_tokenizer,
+    tokenizer_fingerprint,
 )
 
 
@@ -49,6 +53,23 @@ def has_tokenizer(name: str) -> bool:
     For a model without one, Transformers may silently make a tokenizer that knows special tokens alone.
     """
     return any(find_file(name, file) for file in VOCABULARY_FILES)
+
+
+def tokenizer_folder(tokenizer: object) -> str:
+    """
+    Write a tokenizer that a program has in memory to the cache, under the hash of what it does; returns the folder.
+
+    Raises:
+        UserError: it is no fast tokenizer of Transformers, or the cache cannot be written.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or not tokenizer.is_fast:
+        raise UserError(
+            f"the tokenizer is a {type(tokenizer).__name__}; give a folder, an id on the Hub or a fast tokenizer of "
+            f"Transformers"
+        )
+    path = cache_folder() / f"tokenizer-in-memory-{tokenizer_fingerprint(tokenizer)}"
+    write_once(path, functools.partial(save_tokenizer, tokenizer))
+    return str(path)
 
 
 def read_tokenizer(name: str, config) -> PreTrainedTokenizerBase:

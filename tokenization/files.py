@@ -1,17 +1,18 @@
 """The text files below a folder; the lines of a file, a table or the standard input."""
 
-import contextlib
 import heapq
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from d2l_bert.messages import UserError, counted, explained, shortened, standard_input
 from d2l_bert.tokenization import tables
+from d2l_bert.tokenization.in_memory import as_dataset, is_in_memory
 from d2l_bert.tokenization.python_docs import PYTHON_DOCS
 from d2l_bert.tokenization.text_formats import LINES_OF_FORMAT
 
@@ -20,6 +21,15 @@ logger = logging.getLogger(__name__)
 
 STDIN = "-"  # in place of a file: the standard input
 PREPARED_FILE = "prepared.json"  # the record of a prepared folder
+
+# Names of files, or of their folders: train.txt, wiki.test.tokens, dev/a.txt.
+A_TRAINING_FILE = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
+A_TEST_FILE = re.compile(r"(?<![a-z])(test|valid|validation|dev|eval)(?![a-z])", re.IGNORECASE)
+
+# Each of these files shows that a folder is no text. The first two are in a prepared folder, from which the record may
+# have been lost; the third is in a model.
+NOT_IN_TEXT = (PREPARED_FILE, "hashes.bin", "tokenizer_config.json")
+
 READ_SUFFIXES = (".txt", ".md", ".log", *LINES_OF_FORMAT, *tables.TABLE_SUFFIXES)
 
 
@@ -30,13 +40,13 @@ class FoundFiles:
 
     Args:
         files: sorted by the names of their folders and their own, the same on every machine.
-        outside: how many of them lie outside of the folder, behind links.
-        said: of a folder, what was left out and what lies outside, in words; "" if there is nothing to say.
+        linked: how many of them lie outside of the folder, behind links.
+        remarks: what to say of a folder: that files lie behind links, and which were left out; "" for nothing.
     """
 
     files: list[Path]
-    outside: int = 0
-    said: str = ""
+    linked: int = 0
+    remarks: str = ""
 
 
 def text_files(path: str | Path) -> FoundFiles:
@@ -59,23 +69,37 @@ def text_files(path: str | Path) -> FoundFiles:
         _refuse_path(path)
     shown = shortened(str(path), 200)
     taken, left_out = _sort_out(path)
-    said = shortened("; ".join(_kinds(left_out)), 1000)
+    kinds_left_out = shortened("; ".join(_kinds(left_out)), 1000)
     if not taken:
         raise UserError(
-            f"{shown}: no text file in this folder{f' ({said})' if said else ''}; name its files, as {shown}/*.txt: a "
-            f"file that is named is read as text. Of a folder these are read: {', '.join(READ_SUFFIXES)} and files "
-            f"without a suffix, also packed as {' or '.join(tables.PACKED_SUFFIXES)}"
+            f"{shown}: no text file in this folder{f' ({kinds_left_out})' if kinds_left_out else ''}; name its files, "
+            f"as {shown}/*.txt: a file that is named is read as text. Of a folder these are read: "
+            f"{', '.join(READ_SUFFIXES)} and files without a suffix, also packed as "
+            f"{' or '.join(tables.PACKED_SUFFIXES)}"
         )
     _refuse_mostly_left_out(shown, taken, left_out)
     home = os.path.realpath(path)
-    outside = [real for real in taken if not real.is_relative_to(home)]
-    lines = []
-    if outside:
-        first = f"{taken[outside[0]].relative_to(path)} -> {outside[0]}"
-        lines.append(f"{counted(len(outside), 'file')} behind links out of this folder, such as {first}")
-    if said:
-        lines.append(f"left out: {said}")
-    return FoundFiles(sorted(taken.values(), key=lambda file: file.parts), len(outside), "; ".join(lines))
+    linked = [(file, real) for real, file in taken.items() if not real.is_relative_to(home)]
+    remarks = []
+    if linked:
+        link, real = linked[0]
+        example = f"{link.relative_to(path)} -> {real}"
+        remarks.append(f"{counted(len(linked), 'file')} behind links out of this folder, such as {example}")
+    if tests := _files_for_tests(taken.values(), path):
+        whose = "its name" if len(tests) == 1 else "their names"
+        remarks.append(f"also read, though for tests by {whose}: {', '.join(tests)}")
+    if kinds_left_out:
+        remarks.append(f"left out: {kinds_left_out}")
+    files = sorted(taken.values(), key=lambda file: file.parts)
+    return FoundFiles(files, len(linked), "; ".join(remarks))
+
+
+def _files_for_tests(files, folder):
+    """The files whose names say that they are to evaluate on, such as `test.txt`, if others are for training."""
+    names = [str(file.relative_to(folder)) for file in sorted(files)]
+    if not any(A_TRAINING_FILE.search(name) for name in names):
+        return []
+    return [name for name in names if A_TEST_FILE.search(name)]
 
 
 def _kinds(left_out):
@@ -90,10 +114,12 @@ def _refuse_mostly_left_out(shown, taken, left_out):
     read = sum(file.stat().st_size for file in taken.values())
     for kind, files in left_out.items():
         size = sum(file.lstat().st_size for file in files)
-        if not kind.startswith(".") or size <= read:
+        is_suffix = kind.startswith(".")  # else "pipes and devices" or "binary without a suffix", which are no text
+        if not is_suffix or size <= read:
             continue
         readable = [file for file in files if file.is_file() and os.access(file, os.R_OK)]
-        if readable and not _is_binary(readable[0]):
+        is_text = bool(readable) and not _is_binary(readable[0])  # one file shows what those of its suffix are
+        if is_text:
             raise UserError(
                 f"{shown}: most of its text is left out: {kind}: {counted(len(files), 'file')}, {size:,} bytes, "
                 f"beside {read:,} bytes that are read; name the files that are to be read, as {shown}/*{kind}"
@@ -115,8 +141,8 @@ def _sort_out(folder):
     """
     The files in a folder that are read, by their paths without links; and those that are not, in a list for each kind.
     """
-    taken = {}
-    left_out = {}
+    taken = {}  # the path without links -> the path in the folder
+    left_out = {}  # the kind -> paths
     for file, real in _files_below(folder):
         suffix = tables.suffix_unpacked(file)
         if file.exists() and not file.is_file():
@@ -130,27 +156,28 @@ def _sort_out(folder):
 
 def _is_binary(file):
     """Whether a file is an archive, or its beginning holds NUL, which text without a byte order mark does not."""
-    with (
-        explained(f"{file}: cannot be read", tables.way_out_of(file), OSError),
-        contextlib.suppress(UserError),  # of an archive
-    ):
-        beginning = tables.open_unpacked(file).read(1 << 16)
-        return b"\0" in beginning and not beginning.startswith((*tables.BYTE_ORDER_MARKS,))
-    return True
+    with explained(f"{file}: cannot be read", tables.way_out_of(file), OSError):
+        try:
+            beginning = tables.open_unpacked(file).read(1 << 16)
+        except UserError:  # which `open_unpacked` raises for an archive
+            return True
+    has_byte_order_mark = beginning.startswith((*tables.BYTE_ORDER_MARKS,))
+    return b"\0" in beginning and not has_byte_order_mark
 
 
-def _files_below(folder):
+def _files_below(top):
     """
-    All files in a folder and its subfolders but hidden ones, each with its path without links, those that are no links
-    first, each sorted by their names.
+    All files in a folder and its subfolders but hidden ones, each with its path without links.
 
-    Links to folders are followed, each folder once: after all folders that need no link, so that the path of a file
-    follows from the names alone. The folders to be read are in a list: they may be nested in any depth.
+    Files come first, then links to files; both are sorted by their paths.
+
+    Links to folders are followed after all folders that need no link: the path of a file then follows from the names
+    alone. Each folder is read once. The folders to be read are in a list, as they may be nested in any depth.
     """
     plain = []
     linked = []
     seen = set()
-    waiting = [(folder, Path(os.path.realpath(folder)))]
+    waiting = [(top, Path(os.path.realpath(top)))]
     links = []  # to folders; a heap, as the first by name is followed next
     while waiting or links:
         if not waiting:
@@ -179,8 +206,8 @@ def _files_below(folder):
 
 
 def _refuse_prepared(folder):
-    """Refuse a prepared folder, also without its record, or a model, whose vocabulary and card are no text."""
-    for name in (PREPARED_FILE, "hashes.bin", "tokenizer_config.json"):
+    """Refuse a prepared folder or a model, whose vocabulary and card are no text."""
+    for name in NOT_IN_TEXT:
         if (folder / name).exists():
             raise UserError(
                 f"{shortened(str(folder), 200)}: a prepared folder or a model, where text is wanted; take it out, or "
@@ -189,9 +216,9 @@ def _refuse_prepared(folder):
             )
 
 
-def decoded(file: Path, stdin: BinaryIO | None = None, in_pieces: bool = False) -> Iterator[str]:
+def lines_of_text_file(file: Path, stdin: BinaryIO | None = None, in_pieces: bool = False) -> Iterator[str]:
     """
-    The lines of a text file, without the characters at their ends, as `tables.lines_of` reads them.
+    The lines of a text file, decoded by `tables.lines_of`, without the characters at their ends.
 
     Args:
         stdin: read this stream instead of the file, whose name then only serves for messages.
@@ -206,7 +233,7 @@ def decoded(file: Path, stdin: BinaryIO | None = None, in_pieces: bool = False) 
             yield line.rstrip("\r\n")
 
 
-def lines_and_cells(file: str, text_column: str = "text", separator: str = "auto") -> Iterator[tuple[str, dict]]:
+def lines_and_cells(data: Any, text_column: str = "text", separator: str = "auto") -> Iterator[tuple[str, dict]]:
     """
     The lines of a file in order, each without the characters at its end, and the cells of each row by their columns.
 
@@ -214,8 +241,9 @@ def lines_and_cells(file: str, text_column: str = "text", separator: str = "auto
     (`tables.LINE_END`). In a table each row counts as a line. Empty lines and rows without text are empty strings.
 
     Args:
-        file: a text file as in `decoded`, or a table; `-` for text on the standard input. The file may be
-            larger than the memory; a line may have `tables.LONGEST_LINE` characters.
+        data: a text file as in `lines_of_text_file`, or a table; `-` for text on the standard input. The file may be
+            larger than the memory; a line may have `tables.LONGEST_LINE` characters. Or data in memory, as in
+            `in_memory.as_dataset`, of which each row counts as a line.
         text_column: the column of text in a table, and in the cells of other lines.
         separator: between the cells of a CSV file, as in `tables.table_rows`.
 
@@ -223,6 +251,11 @@ def lines_and_cells(file: str, text_column: str = "text", separator: str = "auto
         UserError: there is no such file, or it is a folder or a `.json` file; while it is read, the file cannot be
             read, is damaged or is not text, or has no such column.
     """
+    if is_in_memory(data):
+        rows = as_dataset(data, text_column).with_format(None)
+        with_places = ((f"row {number:,}", row) for number, row in enumerate(rows, 1))
+        return tables.texts_in(with_places, text_column, explained("data in memory", "", ValueError))
+    file = str(data)
     if file == STDIN:
         return _with_cells(_texts_of_stdin(text_column), text_column)
     path = Path(file)
@@ -234,7 +267,7 @@ def lines_and_cells(file: str, text_column: str = "text", separator: str = "auto
             f"JSON as lines of JSON (.jsonl)"
         )
     if kind == "text":
-        return _with_cells(_texts_of(decoded(path), text_column, file), text_column)
+        return _with_cells(_texts_of(lines_of_text_file(path), text_column, file), text_column)
     return tables.text_rows(path, text_column, separator, all_cells=True)
 
 
@@ -252,7 +285,7 @@ def _texts_of_stdin(text_column: str) -> Iterator[str]:
         UserError: it is closed; or the first line is that of a table with the column, which would be read as texts.
     """
     source = "standard input"
-    lines = _texts_of(decoded(Path(source), standard_input()), text_column, source)
+    lines = _texts_of(lines_of_text_file(Path(source), standard_input()), text_column, source)
     for number, line in enumerate(lines):
         if number == 0 and text_column in _object_in(line):
             raise UserError(
@@ -264,7 +297,9 @@ def _texts_of_stdin(text_column: str) -> Iterator[str]:
 def _texts_of(lines: Iterator[str], text_column: str, source: str) -> Iterator[str]:
     """Lines that are texts. Raises `UserError` if the first is the header of a table with the column."""
     for number, line in enumerate(lines):
-        if number == 0 and line.strip().casefold() != text_column.casefold():  # one word is a text
+        # The column's name alone may be the header of a table with one column. It is read as a text of one word.
+        is_name_alone = line.strip().casefold() == text_column.casefold()
+        if number == 0 and not is_name_alone:
             tables.refuse_header(line, [text_column], source)
         yield line
 

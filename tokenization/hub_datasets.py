@@ -12,10 +12,12 @@ from typing import TypedDict
 
 import pyarrow as pa
 
-from d2l_bert.messages import UserError, shortened
+from d2l_bert.folders import short_hash
+from d2l_bert.messages import UserError, shortened, shows_bars
 from d2l_bert.records import inside, read_record, refuse_link_outwards
 from d2l_bert.tokenization import dataset_cards
 from d2l_bert.tokenization.cache import cache_folder, is_own, write_once
+from d2l_bert.tokenization.in_memory import as_dataset
 
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,7 @@ def open_dataset(name: str, config: str | None, split: str, streaming: bool) -> 
             raise ValueError(f"a folder of save_to_disk has no configurations, so none is called {config}")
         splits = saved_splits(name)
         # A dataset that was saved alone may have no name of a split. It is taken for those that are the defaults.
-        if "" in splits and split in ("train", "validation"):
+        if "" in splits and split in ("train", "validation", "test"):
             split = ""
         if split not in splits:
             known = ", ".join(filter(None, splits)) or "no splits"
@@ -65,27 +67,58 @@ def rows_hash(rows) -> str:
     return digest.hexdigest()[:16]
 
 
-def dataset_folder(rows, column: str) -> str:
+def dataset_folder(data, column: str, split: str) -> str:
     """
-    Write the text of a `datasets.Dataset` that a program has in memory to the cache, under the hash of this text.
+    Write the text of data in memory to the cache, under the hash of this text.
+
+    Args:
+        data, split: as in `in_memory.as_dataset`.
+        column: the column of the text.
 
     Returns:
         The folder, for `dataset_source`.
 
     Raises:
-        UserError: `rows` is something else, has no such column, or the cache cannot be written.
+        UserError: as in `as_dataset`; or there is no such column, or the cache cannot be written.
+    """
+    rows = as_dataset(data, column, split)
+    if column not in rows.column_names:
+        raise UserError(
+            f"dataset in memory: has no column {column!r:.100}; name its column of text with text_column: "
+            f"{', '.join(rows.column_names)!s:.100}"
+        )
+    rows = rows.select_columns([column])
+    return _written_to_cache(rows, rows_hash(rows))
+
+
+def splits_folder(data) -> str:
+    """
+    Write all columns of data in memory to the cache, of a `DatasetDict` those of each split; returns the folder.
+
+    Raises:
+        UserError: as in `dataset_folder`.
     """
     import datasets
 
-    with dataset_errors(
-        "in memory",
-        "give an id on the Hub, a folder or a datasets.Dataset, such as a split of a DatasetDict, and its text_column",
-    ):
-        rows = rows.select_columns([column])
-        path = cache_folder() / f"dataset-{rows_hash(rows)}"
+    if not isinstance(data, datasets.DatasetDict):
+        data = datasets.DatasetDict(train=as_dataset(data))
+    hashes = [[split, repr(rows.features), rows_hash(rows)] for split, rows in data.items()]
+    return _written_to_cache(data, short_hash(hashes))
+
+
+def _written_to_cache(data, digest):
+    """The folder of the cache for a `Dataset` or a `DatasetDict`, which is written if it is not there."""
+    import datasets
+
+    path = cache_folder() / f"dataset-{digest}"
+    if isinstance(data, datasets.Dataset):
         # Concatenated, rows lose the name of their split: the saved copy is the same whichever split they are from.
-        write = datasets.concatenate_datasets([rows]).save_to_disk
-    write_once(path, write)
+        data = datasets.concatenate_datasets([data])
+    with contextlib.ExitStack() as undo:
+        if not shows_bars() and not datasets.are_progress_bars_disabled():
+            datasets.disable_progress_bars()
+            undo.callback(datasets.enable_progress_bars)
+        write_once(path, data.save_to_disk)
     return str(path)
 
 

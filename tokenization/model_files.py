@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypedDict
 
+from huggingface_hub.utils.tqdm import progress_bar_states
 from transformers.utils import cached_file, logging
 
 from d2l_bert.messages import UserError
@@ -89,6 +90,21 @@ def without_log_messages() -> Iterator[None]:
         undo.callback(logging.set_verbosity, logging.get_verbosity())
         logging.set_verbosity(logging.CRITICAL)
         yield
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Within the block, Transformers shows no progress bar for each file of a model that it loads or saves."""
+    has_bars = logging.is_progress_bar_enabled()
+    of_hub = dict(progress_bar_states)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if has_bars:
+            logging.enable_progress_bar()  # also enables huggingface_hub's bars, which are restored below
+        progress_bar_states.clear()
+        progress_bar_states.update(of_hub)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from d2l_bert.folders import short_hash
-from d2l_bert.messages import UserError, explained, shortened
+from d2l_bert.messages import UserError, explained, short_name, shortened
 from d2l_bert.records import read_record
 from d2l_bert.tokenization import wordpiece
-from d2l_bert.tokenization.account import Account, counts_line, document_lines, odd_counts, packed, short_name
+from d2l_bert.tokenization.account import Account, counts_line, document_lines, odd_counts, packed
 from d2l_bert.tokenization.cache import cache_folder, cached
 from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
 from d2l_bert.tokenization.coverage import (
@@ -98,7 +98,8 @@ def _from_prepared_folders(run, account):
     sources = _open_validation(dataclasses.replace(run, documents=options["documents"]))
     if not sources:
         return prepared
-    how = HowToTokenize(prepared.tokenizer, prepared.tokenizer_report["word_unit"], run.processes())
+    word_unit = prepared.tokenizer_report["word_unit"]  # words are counted as in the prepared folders
+    how = HowToTokenize(prepared.tokenizer, word_unit, run.processes())
     first_language = (options["language"] or "").partition(",")[0]  # several folders may be in several: "en, de"
     evaluation = _validation_text(sources, first_language or None, prepared.train, how, account)
     return dataclasses.replace(
@@ -111,13 +112,14 @@ def _from_prepared_folders(run, account):
 
 def _from_text(run, existing, account):
     """The `PreparedText` of files and datasets; with a validation text, nothing is held out."""
-    assert existing is not None or run.existing_tokenizer() is None, "the tokenizer that the run names is not given"
+    if existing is None:
+        assert run.existing_tokenizer() is None, "the run names a tokenizer: it must be given"
     validation_sources = _open_validation(run)
     what = WhatToRead(paths=run.text_paths(), datasets=run.dataset, split=run.dataset_split)
     sources = open_sources(what, HowToRead.of(run))
     text = read_sources(sources, run.language, account)
     reading = dict(text.reading)
-    with explained(text.name, "", UserError):  # what is refused here is said of the text by its name
+    with explained(text.name, "", UserError):  # puts the text's name before a message, which says the way out itself
         is_held_out = _choose_held_out(text.store, run, has_validation=bool(validation_sources))
         if copies := len(text.store) - len(np.unique(text.store.hashes)):
             reading["documents that are copies of others"] = copies
@@ -133,12 +135,13 @@ def _from_text(run, existing, account):
     else:
         evaluation = _evaluation_text(text.store.part(is_held_out), how, text.name, account)
     facts = facts_of(fitted.tokenizer)
-    options = run.token_options()
+    token_options = run.token_options()
     if existing is None:
-        options["strip_accents"] = facts["strip_accents"]  # what "auto" has become
+        # The tokenizer was trained. The option may be "auto": true or false, as the text decided, is recorded.
+        token_options["strip_accents"] = facts["strip_accents"]
     hub_datasets = dict.fromkeys(source.name for source in sources if source.is_on_hub)
     return PreparedText(
-        token_options=options,
+        token_options=token_options,
         corpus_name=text.name,
         hub_datasets=list(hub_datasets),
         source_fingerprints=[short_hash(source.identity) for source in sources],
@@ -158,17 +161,23 @@ def _say_what_was_read(text, reading, account):
     account.say(counts_line(text.name, reading))
     for line in document_lines(text.store):
         account.say(line)
-    for kind, items, most_lines in (("of the lines", text.store.lines, 2), ("also", odd_counts(reading), 1)):
-        for line in packed(kind, items, most_lines):
-            account.say(line)
-        account.keep(f"{kind}, all: {'; '.join(items) or 'nothing'}")
+    _say_some("of the lines", text.store.lines, 2, account)
+    _say_some("also", odd_counts(reading), 1, account)
+
+
+def _say_some(label, items, most_lines, account):
+    """Log as many items as fit into `most_lines` lines, each of which begins with the label; keep all items."""
+    for line in packed(label, items, most_lines):
+        account.say(line)
+    account.keep(f"{label}, all: {'; '.join(items) or 'nothing'}")
 
 
 def _say_what_it_becomes(fitted, is_given, language, account):
     """Say what the tokenizer is, what it loses of the text, and what can be done about it."""
     account.say(tokenizer_line(fitted.tokenizer, fitted.coverage))
     account.keep(coverage_line(fitted.coverage))
-    account.keep(f"{fitted.contents['types_of_case']:.1%} of the word types differ from another in case alone")
+    differ_in_case = fitted.contents["types_of_case"]
+    account.keep(f"{differ_in_case:.1%} of the word types differ from another in case alone")
     for line in remarks(fitted.coverage, fitted.contents, fitted.tokenizer, is_given, language):
         account.remark(line)
 
@@ -296,14 +305,15 @@ def read_sources(sources: Sequence[Source], language: str | None, account: Accou
 
     Args:
         language: the option.
-        account: takes what of folders was left out.
+        account: takes the remarks on folders (`Source.remarks`).
     """
-    left_out = [f"{short_name(source.name)}: {source.left_out}" for source in sources if source.left_out]
-    if left_out:
-        account.say("; ".join(left_out))
+    remarks_on_folders = [f"{short_name(source.name)}: {source.remarks}" for source in sources if source.remarks]
+    if remarks_on_folders:
+        account.say("; ".join(remarks_on_folders))
     names = " ".join(", ".join(source.name for source in sources).split())  # a file's name may have a line end
     name = shortened(names, MOST_NAMES)
-    store = TextStore(prepare_text(sources, language or "en", cache_folder()))
+    language_to_split = language or "en"  # the splitter needs one; None stays None where remarks ask what was given
+    store = TextStore(prepare_text(sources, language_to_split, cache_folder()))
     reading = dict(store.reading)
     if linked := sum(source.linked for source in sources):
         reading["files behind links out of their folder"] = linked
@@ -337,12 +347,12 @@ RECORD_FILE = "content.json"
 class SampleRecord(TypedDict):
     """What is recorded of a sample of a text and an existing tokenizer."""
 
-    account: Coverage  # in all files this is the name of a coverage
+    account: Coverage  # as this entry is called in prepared.json and run_config.json, too
     contents: Contents
 
 
 class TrainedRecord(SampleRecord):
-    """What is recorded of a sample and of the tokenizer that was trained on it: the tokenizer, too."""
+    """What is recorded of a sample, and the tokenizer that was trained on it: its rules and its vocabulary."""
 
     rules: RulesRecord
     pieces: list[str]
@@ -365,7 +375,8 @@ def fit_tokenizer(run: TextConfig, existing: PreTrainedTokenizerBase | None, sam
         coverage = coverage_of(words, existing)
         return {"account": coverage, "contents": contents}
 
-    record = _cached_record(sample, wordpiece.literal_json(existing), make_record, _read_sample_record)
+    tokenizer_as_json = wordpiece.literal_json(existing)  # with all that decides what it makes of a text
+    record = _cached_record(sample, tokenizer_as_json, make_record, _read_sample_record)
     return FittedTokenizer(existing, coverage=record["account"], contents=record["contents"])
 
 
@@ -412,7 +423,8 @@ def _cached_record(sample, made_with, make_record, read):
         (folder / RECORD_FILE).write_text(json.dumps(make_record()))
 
     identity = [TOKENIZER_FORMAT, sample.identity(), made_with]
-    return read(cached(cache_folder(), "tokenizer", identity, write, read))
+    folder = cached(cache_folder(), "tokenizer", identity, write, check=read)  # one that cannot be read is made anew
+    return read(folder)
 
 
 def _read_sample_record(folder, kind=SampleRecord):

@@ -11,6 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from d2l_bert.messages import UserError
 
 
+# What PyTorch says of a process that was killed, and Python of a system that cannot start one.
+_ENDED = r"DataLoader worker \(pid.* (exited unexpectedly|is killed by signal)|can't start new (thread|process)"
+
+
 def in_order(function: Callable, items: Sequence, processes: int) -> Iterator:
     """
     `map(function, items)` on the worker processes of a `DataLoader`, which compute a few items ahead of the caller.
@@ -24,7 +28,7 @@ def in_order(function: Callable, items: Sequence, processes: int) -> Iterator:
     Raises:
         UserError: a process was killed, or could not be started.
     """
-    import torch.utils.data
+    import torch.utils.data  # here, as it takes a second: the modules that read text import this one without PyTorch
 
     # A generator of its own: a seed for the processes is drawn from it, not from the run's random numbers.
     loader = torch.utils.data.DataLoader(
@@ -39,8 +43,7 @@ def in_order(function: Callable, items: Sequence, processes: int) -> Iterator:
         with errors_of_workers():
             yield from loader
     except (RuntimeError, BlockingIOError) as error:
-        # PyTorch says of its processes that one "exited unexpectedly" or "is killed by signal", and Python of a system
-        # without another process or thread that it "can't start" one. Other errors are of the function.
+        # BlockingIOError: the system has no room for another process. A RuntimeError may be one of `function` itself.
         if isinstance(error, RuntimeError) and not re.search(_ENDED, str(error)):
             raise
         reason = " ".join(str(error).split())
@@ -48,9 +51,6 @@ def in_order(function: Callable, items: Sequence, processes: int) -> Iterator:
             f"one of {processes} processes was killed or cannot be started ({reason:.300}); perhaps memory ran out: "
             f"lower --preprocessing_num_workers"
         ) from None
-
-
-_ENDED = r"DataLoader worker \(pid.* (exited unexpectedly|is killed by signal)|can't start new (thread|process)"
 
 
 @contextlib.contextmanager
@@ -62,9 +62,11 @@ def errors_of_workers() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        _, is_from_worker, line = str(error).rpartition("\nd2l_bert.messages.UserError: ")
-        if not is_from_worker:
+        # The message of a worker's error ends with its traceback, whose last line is of this form.
+        begins_last_line = "\nd2l_bert.messages.UserError: "
+        if begins_last_line not in str(error):
             raise
+        line = str(error).rpartition(begins_last_line)[2]
         raise UserError(line.strip()) from None
 
 

@@ -17,9 +17,15 @@ from d2l_bert.messages import UserError
 from d2l_bert.tokenization.odd_words import (
     count_capital_sigmas,
     count_compatible,
+    count_decomposed,
     count_entities,
+    count_escapes,
     count_mojibake,
+    count_reversed,
     count_spelled_twice,
+    count_tags,
+    count_twins,
+    count_two_alphabets,
     count_types_of_case,
     count_zawgyi,
 )
@@ -46,19 +52,21 @@ SPACELESS = (
     "Han Hiragana Katakana Thai Lao Khmer Myanmar Tai_Le New_Tai_Lue Tai_Tham Tai_Viet Tibetan Javanese Balinese"
 ).split()
 
-# Of the characters of a text, in `SPACELESS` scripts or in words over `LONGEST_WORD`: with more, white space does not
-# say what a word is.
+# If more than this share of a text's characters is in `SPACELESS` scripts or in words over `LONGEST_WORD`, white space
+# does not say what a word is.
 MOST_SPACELESS = 0.05
 
-# Of the words, with a capital letter inside (aBc): with more, case tells words apart (benchmarks/LOG.md, 2026-11-27:
-# books 0.01 %, tweets 2.6 %; SMILES 12 %, C code 18 %, base64 88 %).
+# If more than this share of the words has a capital letter inside (aBc), case tells words apart (benchmarks/LOG.md,
+# 2026-11-27: books 0.01 %, tweets 2.6 %; SMILES 12 %, C code 18 %, base64 88 %).
 MOST_MIXED_CASE = 0.03
 
 ZERO_WIDTH_SPACE = "\u200b"
 JOINERS = "\u180e\u200c\u200d"  # of Mongolian vowels; zero-width non-joiner and joiner
 
-# What BERT's cleaning deletes, but for the joiners.
-NO_CONTROLS = rf"(?![\t\n\r{JOINERS}])[\p{{Cc}}\p{{Cf}}\p{{Co}}\uFFFD]"
+# What BERT's cleaning deletes, but for the joiners: a control, format or private-use character, or U+FFFD, that is
+# none of those which stay.
+_STAY = rf"\t\n\r{JOINERS}"
+NO_CONTROLS = rf"(?![{_STAY}])[\p{{Cc}}\p{{Cf}}\p{{Co}}\uFFFD]"
 
 # Control characters that BERT's cleaning deletes, and `str.split` splits at.
 DELETED = re.compile("[\x0b\x0c\x1c-\x1f\x85]")
@@ -66,7 +74,10 @@ DELETED = re.compile("[\x0b\x0c\x1c-\x1f\x85]")
 # What to count as words: what stands between white space, or what a tokenizer splits into pieces.
 WordUnit = Literal["white space", "tokenizer"]
 
-# `kmers:N`: N divides `sentences.LONGEST_PIECE`.
+_RUN = re.compile(r"[^\W_]+")  # letters and digits
+
+# `kmers:N`: the N up to 100 that divide `sentences.LONGEST_PIECE`, 600. They are 1 to 6 and 8; 10, 12 and 15; 20, 24
+# and 25; 30, 40, 50 and 60; 75; 100.
 PRE_TOKENIZER = re.compile(r"bert|characters|kmers:([1-68]|1[025]|2[045]|[3-6]0|75|100)")
 
 
@@ -155,11 +166,14 @@ def count_words(texts: Iterable[str]) -> Counter:
 
 def count_characters(words: Counter) -> dict[str, int]:
     """How often each character occurs in a text, from how often each word does."""
-    codes = np.frombuffer("".join(words).encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    characters_of_words = "".join(words).encode("utf-32-le", "surrogatepass")  # four bytes for each: its code point
+    codes = np.frombuffer(characters_of_words, dtype="<u4")
+    # A character counts as often as its word occurs: for "ab" three times and "c" once, the weights are 3, 3, 1.
     occurrences = np.fromiter(words.values(), dtype=float)
     lengths = np.fromiter(map(len, words), dtype=int)
-    counts = np.bincount(codes, np.repeat(occurrences, lengths))
-    return {chr(code): int(counts[code]) for code in np.flatnonzero(counts)}
+    weights = np.repeat(occurrences, lengths)
+    count_of_code = np.bincount(codes, weights)
+    return {chr(code): int(count_of_code[code]) for code in np.flatnonzero(count_of_code)}
 
 
 @functools.cache
@@ -197,7 +211,32 @@ def split_words(
 
 
 class Contents(TypedDict):
-    """As `contents_of` gives them."""
+    """
+    What a text is made of.
+
+    Of the characters:
+        `long_words`: the share in words over `LONGEST_WORD` characters, as BERT's rules split words.
+    Of the letters:
+        `marks`: the number of nonspacing marks of the decomposed text for each letter, which may be more than 1.
+        `dotless`: the share of the Turkish ones ı and İ.
+        `script`: the commonest of their `SCRIPTS`; "" if they are of no such.
+        `has_hangul`: whether one is a Hangul syllable, which decomposing takes apart, also if it is apart.
+    Of the words, shares:
+        `zero_width_spaces`: those that U+200B ends, between letters.
+        `joiners`: those with one of `JOINERS` between letters; or the share of the word types that differ in joiners
+            alone, whichever is larger.
+        `mixed_forms`: those in the rarer of the normal forms NFC and NFD, if the two differ; or those whose commoner
+            spelling NFC makes equal, whichever are more.
+        `compatible_forms`, `mojibake`, `entities`, `tags`, `escapes`, `reversed`, `two_alphabets`, `twins`,
+            `decomposed`, `zawgyi`, `capital_sigmas`: those that the functions of `odd_words` count.
+    Of the word types, a share:
+        `types_of_case`: those that differ from another in case alone.
+    Of the runs of letters and digits, a share:
+        `mixed_case`: those with a capital letter behind the first and a small one.
+    And what to count as words:
+        `word_unit`: "tokenizer" if more than `MOST_SPACELESS` of the characters are in long words or in `SPACELESS`
+            scripts, else "white space" (`WordUnit`).
+    """
 
     marks: float
     has_hangul: bool
@@ -211,6 +250,12 @@ class Contents(TypedDict):
     compatible_forms: float
     mojibake: float
     entities: float
+    tags: float
+    escapes: float
+    reversed: float
+    two_alphabets: float
+    twins: float
+    decomposed: float
     zawgyi: float
     capital_sigmas: float
     types_of_case: float
@@ -223,26 +268,6 @@ def contents_of(words: Counter) -> Contents:
 
     Args:
         words: how often each word occurs (`count_words`).
-
-    Returns:
-        Shares, from 0 to 1 but for the marks:
-        `marks`: nonspacing marks of the decomposed text, for each letter.
-        `zero_width_spaces`: of the words, those that U+200B ends, between letters.
-        `joiners`: of the words, those with one of `JOINERS` between letters; or, if more, of the word types, those
-            that differ in them alone.
-        `long_words`: of the characters, those in words over `LONGEST_WORD` characters, as BERT's rules split words.
-        `mixed_forms`: of the words, those in the rarer of the normal forms NFC and NFD, if the two differ; or, if
-            more, those whose commoner spelling NFC makes equal.
-        `mixed_case`: of the runs of letters and digits, those with a capital letter behind the first and a small one.
-        `dotless`: of the letters, the Turkish ones ı and İ.
-        `compatible_forms`, `mojibake`, `entities`, `zawgyi`, `capital_sigmas`: of the words, those that the functions
-            of `odd_words` count.
-        `types_of_case`: of the word types, those that differ from another in case alone.
-        And:
-        `has_hangul`: whether it holds a Hangul syllable, which decomposing takes apart.
-        `word_unit`: what to count as words (`WordUnit`): the tokenizer's if more than `MOST_SPACELESS` of the
-            characters are in long words or in `SPACELESS` scripts.
-        `script`: the commonest of the letters' `SCRIPTS`; "" if they are of no such.
     """
     characters = count_characters(words)
     all_characters = sum(characters.values()) or 1
@@ -254,21 +279,28 @@ def contents_of(words: Counter) -> Contents:
     beyond_ascii = {word: count for word, count in words.items() if not word.isascii()}
     # A zero-width space makes two words of one between white space.
     more_words = sum(count * _between_letters(word, ZERO_WIDTH_SPACE) for word, count in beyond_ascii.items())
+    in_two_forms = max(_count_rarer_form(beyond_ascii), count_spelled_twice(words))
     long_words = _characters_in_long_words(words) / all_characters
     spaceless = sum(scripts[script] for script in SPACELESS) / all_characters
     return {
         "marks": marks / letters,
-        "has_hangul": any("가" <= character <= "힣" for character in characters),
+        "has_hangul": any(map(_is_hangul, characters)),
         "zero_width_spaces": more_words / (all_words + more_words),
         "joiners": _share_of_joiners(beyond_ascii, words, all_words),
         "long_words": long_words,
         "word_unit": "white space" if spaceless + long_words <= MOST_SPACELESS else "tokenizer",
-        "mixed_forms": max(_count_rarer_form(beyond_ascii), count_spelled_twice(words)) / all_words,
+        "mixed_forms": in_two_forms / all_words,
         "mixed_case": _share_of_mixed_case(words),
         "dotless": (characters.get("ı", 0) + characters.get("İ", 0)) / letters,
         "compatible_forms": count_compatible(beyond_ascii) / all_words,
         "mojibake": count_mojibake(beyond_ascii) / all_words,
         "entities": count_entities(words) / all_words,
+        "tags": count_tags(words) / all_words,
+        "escapes": count_escapes(words) / all_words,
+        "reversed": (count_reversed(beyond_ascii) if scripts["Hebrew"] else 0) / all_words,
+        "two_alphabets": (count_two_alphabets(beyond_ascii) if scripts["Cyrillic"] else 0) / all_words,
+        "twins": count_twins(beyond_ascii) / all_words,
+        "decomposed": count_decomposed(beyond_ascii) / all_words,
         "zawgyi": (count_zawgyi(beyond_ascii) if scripts["Myanmar"] else 0) / all_words,
         "capital_sigmas": count_capital_sigmas(beyond_ascii) / all_words,
         "types_of_case": count_types_of_case(words) / max(len(words), 1),
@@ -276,19 +308,27 @@ def contents_of(words: Counter) -> Contents:
     }
 
 
+def _is_hangul(character):
+    """Whether a character is a Hangul syllable, or a letter of one that was decomposed."""
+    return "가" <= character <= "힣" or "ᄀ" <= character <= "ᇿ"
+
+
 def _characters_in_long_words(words):
     """How many characters stand in words over `LONGEST_WORD`, as BERT's rules split words."""
     long = Counter({word: count for word, count in words.items() if len(word) > LONGEST_WORD})
-    parts = split_words(long, Rules().normalizer(), Rules().splitter())
+    of_bert = Rules()
+    parts = split_words(long, of_bert.normalizer(), of_bert.splitter())
     return sum(count * len(part) for part, count in parts.items() if len(part) > LONGEST_WORD)
 
 
 def _share_of_joiners(beyond_ascii, words, all_words):
-    """The share of words with a joiner between letters; or, if more, of word types that differ in joiners alone."""
+    """The larger of two shares: of words with a joiner between letters, and of types that differ in joiners alone."""
     joined = sum(count * _between_letters(word, JOINERS) for word, count in beyond_ascii.items())
-    types_without = Counter(re.sub(f"[{JOINERS}]", "", word) for word in beyond_ascii)
-    merged = sum(types for types in types_without.values() if types > 1)
-    return max(joined / all_words, merged / max(len(words), 1))
+    share_joined = joined / all_words
+    types_without_joiners = Counter(re.sub(f"[{JOINERS}]", "", word) for word in beyond_ascii)
+    alike_without = sum(types for types in types_without_joiners.values() if types > 1)
+    share_alike_without = alike_without / max(len(words), 1)
+    return max(share_joined, share_alike_without)
 
 
 def _count_rarer_form(beyond_ascii):
@@ -321,16 +361,15 @@ def count_scripts(characters: dict[str, int]) -> Counter:
     """How many letters and marks are of each of the `SCRIPTS`, from the number of each character."""
     letters = "".join(character for character in characters if unicodedata.category(character)[0] in "LM")
     scripts = Counter()
-    # A character that several scripts share, as the long vowel sign of Hiragana and Katakana, counts for the first.
-    for relation, script in itertools.product(("Script", "Script_Extensions"), SCRIPTS):
-        found = regex.findall(rf"\p{{{relation}={script}}}", letters)
-        if found:
-            scripts[script] = sum(characters[character] for character in found)
-            letters = letters.translate(dict.fromkeys(map(ord, found)))
+    # A character that several scripts share, as the long vowel sign of Hiragana and Katakana, is of no script alone
+    # (`Script`). It counts for the first of those that use it (`Script_Extensions`).
+    for relation in ("Script", "Script_Extensions"):
+        for script in SCRIPTS:
+            found = regex.findall(rf"\p{{{relation}={script}}}", letters)
+            if found:
+                scripts[script] += sum(characters[character] for character in found)
+                letters = letters.translate(dict.fromkeys(map(ord, found)))  # without those found
     return scripts
-
-
-_RUN = re.compile(r"[^\W_]+")  # letters and digits
 
 
 def _between_letters(word, characters):
@@ -367,7 +406,7 @@ def choose_rules(
     foreign names, and no Hangul.
     """
     if pre_tokenizer == "bert" and contents["long_words"] > NOTICEABLE:
-        pre_tokenizer = f"kmers:{LONGEST_WORD}"  # cuts longer words, and no others
+        pre_tokenizer = f"kmers:{LONGEST_WORD}"  # as BERT's, but words that would be [UNK] are cut
     if strip_accents == "auto":
         has_marks = contents["marks"] >= NOTICEABLE or contents["has_hangul"]
         strip_accents = lowercase and not has_marks

@@ -12,7 +12,7 @@ from d2l_bert.messages import UserError, explained, shortened
 from d2l_bert.tokenization import hub_datasets, tables
 from d2l_bert.tokenization.config import SourceConfig, dataset_and_config
 from d2l_bert.tokenization.documents import Document, row_documents, text_documents
-from d2l_bert.tokenization.files import PREPARED_FILE, decoded, text_files
+from d2l_bert.tokenization.files import PREPARED_FILE, lines_of_text_file, text_files
 from d2l_bert.tokenization.python_docs import PYTHON_DOCS, python_docs, required_distributions
 from d2l_bert.tokenization.seen_lines import SeenLines
 from d2l_bert.tokenization.text_formats import ARTICLE_BEGINS, LINES_OF_FORMAT, articles
@@ -86,8 +86,7 @@ class Source:
             text", and how the others were read (`TextLayout.description`).
         seen: keeps some lines of the files or rows while they are read.
         is_on_hub: whether the source is a dataset on the Hub.
-        linked: how many files of a folder lie outside of it, behind links.
-        left_out: what of a folder is not read, in words.
+        linked, remarks: of a folder, as in `files.FoundFiles`.
     """
 
     name: str
@@ -97,7 +96,7 @@ class Source:
     seen: SeenLines
     is_on_hub: bool = False
     linked: int = 0
-    left_out: str = ""
+    remarks: str = ""
 
 
 def open_sources(what: WhatToRead, how: HowToRead) -> list[Source]:
@@ -109,12 +108,12 @@ def open_sources(what: WhatToRead, how: HowToRead) -> list[Source]:
     """
     sources = [file_source(path, how) for path in what.paths]
     sources += [dataset_source(dataset, what, how) for dataset in what.datasets]
-    seen = set()
+    identities = set()
     for source in sources:
         identity = short_hash(source.identity)
-        if identity in seen:
+        if identity in identities:
             raise UserError(f"{shortened(source.name, 200)} is given twice; give it once")
-        seen.add(identity)
+        identities.add(identity)
     return sources
 
 
@@ -156,27 +155,33 @@ def file_source(path: str | Path, how: HowToRead = HowToRead()) -> Source:
     counts = Counter()
     seen = SeenLines()
     documents = itertools.islice(_documents_of_files(found.files, how, counts, seen), how.max_documents)
-    return Source(base_name(path), identity, documents, counts, seen, linked=found.outside, left_out=found.said)
+    return Source(base_name(path), identity, documents, counts, seen, linked=found.linked, remarks=found.remarks)
 
 
 def _documents_of_files(files, how, counts, seen):
     """The documents of all files, one file after the other. Files without text are counted."""
     for file in files:
         if tables.file_kind(file) in tables.TABLE_KINDS:
-            rows = tables.text_rows(file, how.text_column, how.separator)
-            documents = row_documents((text for text, _ in rows), counts, seen, how.documents)
+            texts_and_cells = tables.text_rows(file, how.text_column, how.separator)
+            texts = (text for text, _cells in texts_and_cells)
+            documents = row_documents(texts, counts, seen, how.documents)
         else:
             documents = _documents_of_text_file(file, how, counts, seen)
-        first = list(itertools.islice(documents, 1))
-        counts["files without text"] += not first
-        yield from itertools.chain(first, documents)
+        first = next(documents, None)
+        has_text = first is not None
+        counts["files without text"] += 0 if has_text else 1  # adding 0 gives this count its place among the others
+        if has_text:
+            yield first
+            yield from documents
 
 
 def _documents_of_text_file(file, how, counts, seen):
     """The documents of a text file, without what its format adds to the text."""
-    lines = decoded(file, in_pieces=True)
-    if text_of := LINES_OF_FORMAT.get(tables.suffix_unpacked(file)):
-        return text_documents(text_of(lines, file), counts, seen, how.documents)
+    lines = lines_of_text_file(file, in_pieces=True)
+    suffix = tables.suffix_unpacked(file)
+    if suffix in LINES_OF_FORMAT:
+        lines_with_text = LINES_OF_FORMAT[suffix](lines, file)
+        return text_documents(lines_with_text, counts, seen, how.documents)
     first = list(itertools.islice(lines, 1))
     lines = itertools.chain(first, lines)
     if first and first[0].startswith(ARTICLE_BEGINS):
@@ -210,11 +215,13 @@ def dataset_source(dataset: str, what: WhatToRead = WhatToRead(), how: HowToRead
             raise ValueError("a prepared folder, which --corpus of pretrain takes")
         rows, hub_version = hub_datasets.open_dataset(name, config, what.split, how.streaming)
         rows = rows.select_columns([how.text_column])
+        # What changes whenever the rows do: on the Hub the library's own hash, without reading the rows.
         version = hub_version if is_on_hub else hub_datasets.rows_hash(rows)
     identity = [shown, config, what.split, how.text_column, how.max_documents, version, how.documents]
-    with_places = ((f"row {number:,}", row) for number, row in enumerate(rows, 1))
+    rows_with_places = ((f"row {number:,}", row) for number, row in enumerate(rows, 1))
     errors = hub_datasets.dataset_errors(name, "repair it, or leave it out")
-    texts = (text for text, _ in tables.texts_in(with_places, how.text_column, errors))
+    texts_and_cells = tables.texts_in(rows_with_places, how.text_column, errors)
+    texts = (text for text, _cells in texts_and_cells)
     counts = Counter()
     seen = SeenLines()
     documents = itertools.islice(row_documents(texts, counts, seen, how.documents), how.max_documents)

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet
 
-from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, shortened
+from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, short_name, shortened
 
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ UNREAD = {
     b"{\\rtf": "a document in RTF",
     b"\xd0\xcf\x11\xe0": "a document of an old Office program",
     b"PAR1": "a Parquet file with another suffix than .parquet",
+    b"version https://git-lfs": "a pointer of Git LFS (`git lfs pull` gets its file)",
 }
 
 # Where editors end a line, and the end that a program has made of \r\n that wrote \n as \r\n once more. Other
@@ -114,7 +115,7 @@ def open_unpacked(file: Path) -> pa.NativeFile:
         OSError: the file cannot be opened; also while reading, as when it is cut short.
     """
     with file.open("rb") as opened:
-        beginning = opened.read(8)
+        beginning = opened.read(32)
     for magic, what in UNREAD.items():
         if beginning.startswith(magic):
             raise UserError(f"{file}: {what}, which is not read as text; give the text that is in it, in UTF-8")
@@ -425,10 +426,9 @@ def values_of(rows: pa.RecordBatch | pa.Table, first: int, source: object, told:
         is_new_time = _is_time(column.type) and name not in told
         if is_new_time and any(isinstance(value, str) for value in columns[name]):
             told.add(name)
-            logger.warning(
-                f"{source}: column {name!r:.100} ({column.type}) has times outside of the years 1 to 9999, or in a "
-                f"time zone that is unknown here; they are read as text"
-            )
+            column_name = shortened(repr(name), 25)
+            where = short_name(Path(str(source)).name)
+            logger.warning(f"{where}: the times in {column_name} are beyond Python's, and read as text")
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
@@ -629,7 +629,10 @@ def _check_columns(names, columns):
     times = Counter(names)
     for name in filter(None, names):
         if (columns is None or name in columns) and times[name] > 1:
-            raise ValueError(f"two columns have the name {shortened(repr(name), 100)}; rename one")
+            raise ValueError(
+                f"two columns have the name {shortened(repr(name), 100)}; rename one, or, where the first line is no "
+                f"header, write one above"
+            )
     for column in columns or ():
         if names and column not in times:
             known = shortened(", ".join(map(repr, names)), 500)
@@ -654,7 +657,8 @@ def _json_rows(file):
             raise ValueError(f"line {number:,}: not a row of JSON ({reason}); repair it, or take it out") from None
         yield f"line {number:,}", row
     if replaced:
-        logger.warning(f"{file}: half a character (a surrogate alone) is replaced by U+FFFD in {replaced:,} rows")
+        name = short_name(file.name)
+        logger.warning(f"{name}: half a character (a lone surrogate) is replaced by U+FFFD in {replaced:,} rows")
 
 
 def _cell_rows(file, columns, separator, is_tsv):
@@ -666,7 +670,7 @@ def _cell_rows(file, columns, separator, is_tsv):
         header = re.sub('"[^"]*"', "", first)
         between = declared[1] if declared else max(",;\t|", key=header.count)
         if between != ",":
-            logger.info(f"{file}: the separator is {between!r}, as the first line shows")
+            logger.info(f"{short_name(file.name)}: the separator is {between!r}, as the first line shows")
     rows = _numbered_cells(file, between, is_tsv)
     if declared:
         next(rows)
@@ -676,6 +680,7 @@ def _cell_rows(file, columns, separator, is_tsv):
     names = header[1]
     _check_columns(names, columns)
     quoted = 0
+    headers = []  # the lines of rows that are the header once more
     for number, cells in rows:
         # Excel writes rows of empty cells behind the last one. Of one column an empty cell in quotes is a row.
         is_of_one_column = len(names) == 1 and len(cells) == 1
@@ -688,12 +693,15 @@ def _cell_rows(file, columns, separator, is_tsv):
             )
         if is_tsv:
             quoted += sum(len(cell) > 2 and cell[0] == cell[-1] == '"' for cell in cells)
+        if cells == names:
+            headers.append(number)
         yield f"line {number:,}", dict(zip(names, cells, strict=True))
+    if headers:
+        again = f"stands again in line {headers[0]:,} ({len(headers):,} in all)"
+        logger.warning(f"{short_name(file.name)}: the header {again}; take it out")
     if quoted:
-        logger.warning(
-            f"{file}: {counted(quoted, 'cell')} in quotes, which are read as text, as TSV has none; if the program "
-            f"that wrote the file has added them, as pandas does, name it .csv"
-        )
+        cells = counted(quoted, "cell")
+        logger.warning(f"{short_name(file.name)}: {cells} in quotes, which are text in TSV; of pandas? name it .csv")
 
 
 def _numbered_cells(file, between, is_tsv):

@@ -12,7 +12,7 @@ from d2l_bert.tokenization.rules import DELETED
 
 
 # Where documents end. Within a table, `file` stands for a row.
-Documents = Literal["file", "blank_line", "line"]
+DocumentEnds = Literal["file", "blank_line", "line"]
 
 # What the counts of a text call the characters `DELETED`.
 DROPPED = "control characters (page breaks, vertical tabs), dropped"
@@ -23,16 +23,16 @@ FEWEST_LINES = 20
 # The shares of the lines with text that `find_layout` tests.
 NEARLY_ALL_END = 0.8  # with a full stop at their end, where each line ends a sentence; wrapped lines have no more
 LEAST_IN_PROSE = 0.1  # with a full stop anywhere, where a text holds prose
-MOST_CUT = 0.5  # with a full stop where a splitter could cut them, where lines are sentences all the same
+MOST_CUT = 0.5  # with a full stop where a splitter could cut them: if there are fewer, the lines are sentences
 
 # The other numbers that it tests.
 LINES_IN_BLOCK = 1.5  # on average, where lines stand in blocks
 NEARLY_ALL_WITH_TEXT = 0.95  # of all lines, those with text, where empty lines do not divide the text
 
 # Shares that `_are_wrapped` tests, and the lines that it takes to have one width.
-GOING_ON = 0.3  # of the lines without a full stop at their end
-FULL = 0.5  # of the lines that go on
-BEGIN_ALIKE = 0.25  # of the lines that go on
+MANY_GO_ON = 0.3  # of the lines without a full stop at their end, those that go on in the next line
+MANY_ARE_FULL = 0.5  # of the lines that go on, those in which the next word would not have fit
+MANY_BEGIN_ALIKE = 0.25  # of the lines behind these, those that begin with the same word
 LINES_OF_ONE_WIDTH = 100
 
 
@@ -47,7 +47,7 @@ class TextLayout:
             sentence of the block (`sentences`).
     """
 
-    documents: Documents
+    documents: DocumentEnds
     lines: Literal["wrapped", "paragraphs", "sentences"]
 
     def description(self) -> str:
@@ -65,17 +65,18 @@ _OTHER_STOPS = "。！？｡．।॥۔؟؞።፧፨၊။។៕།༎։᠃᱾�
 _STOPS = {*_LATIN_STOPS, *_OTHER_STOPS}
 _CLOSING = " \t\"'`*_)]}>”’“‘»«›‹」』】）］〉》〕〗"  # may follow the full stop
 _STOP_INSIDE = re.compile(rf"[{_LATIN_STOPS}][{re.escape(_CLOSING)}]*\s|[{_OTHER_STOPS}]")
-# Lines of Chinese and Japanese, which have no spaces, break behind any character.
-_SPACE = re.compile(r"[\s，、。]")
-_SPACES = re.compile(r"\s{2,}|[^\S ]")  # white space other than a single space
+# Stands in a line of several words: white space; in Chinese and Japanese, which have none, a comma or a full stop.
+_BETWEEN_WORDS = re.compile(r"[\s，、。]")
+# The first word of a line; in Chinese and Japanese, whose lines break behind any character, the first character.
 _FIRST_WORD = re.compile(r"[\u2e80-\u9fff\uff00-\uffef]|\S+")
+_OTHER_SPACE = re.compile(r"\s{2,}|[^\S ]")  # white space other than a single space
 # A line's end that is no space: between letters of Japanese and Chinese.
 _BREAK_IN_WORD = re.compile(
     r"(?<=[\u3001-\u30ff\u3400-\u9fff\uff66-\uff9f])\n(?=[\u3001-\u30ff\u3400-\u9fff\uff66-\uff9f])"
 )
 
 
-def find_layout(lines: Sequence[str], documents: Literal["auto"] | Documents = "auto") -> TextLayout:
+def find_layout(lines: Sequence[str], documents: Literal["auto"] | DocumentEnds = "auto") -> TextLayout:
     """
     The layout of a text with these lines.
 
@@ -98,11 +99,11 @@ def find_layout(lines: Sequence[str], documents: Literal["auto"] | Documents = "
             as it would cut "c. acme." behind "c."                        sentences
         else                                                              paragraphs
 
-    Few lines do where, of those with text,
+    What these few are depends on where documents end. Of the lines with text,
 
-        blank_line    less than `MOST_CUT` with a full stop before their end
-        line          less than `MOST_CUT` with a full stop anywhere
-        file          less than `LEAST_IN_PROSE` with a full stop anywhere: code and tables may stand beside prose,
+        blank_line    less than `MOST_CUT` hold a full stop before their end
+        line          less than `MOST_CUT` hold a full stop anywhere
+        file          less than `LEAST_IN_PROSE` hold a full stop anywhere: code and tables may stand beside prose,
                       which must be split
 
     Args:
@@ -111,7 +112,7 @@ def find_layout(lines: Sequence[str], documents: Literal["auto"] | Documents = "
     """
     lines = [line.strip() for line in lines]
     texts = [line for line in lines if line]
-    block_count = sum(has_text for has_text, _ in itertools.groupby(lines, key=bool))
+    block_count = _count_blocks(lines)
     end_with_stop = [ends_with_stop(line) for line in texts]
     has_stop_inside = [_has_stop_inside(line) for line in texts]
     share_ending = sum(end_with_stop) / max(len(texts), 1)
@@ -137,6 +138,15 @@ def find_layout(lines: Sequence[str], documents: Literal["auto"] | Documents = "
     return TextLayout(documents, "sentences" if are_sentences else "paragraphs")
 
 
+def _count_blocks(lines):
+    """How many blocks of lines with text there are, between empty lines."""
+    count = 0
+    for before, line in itertools.pairwise(["", *lines]):
+        if line and not before:
+            count += 1
+    return count
+
+
 def ends_with_stop(line: str) -> bool:
     """Whether a line ends with a full stop."""
     return line.rstrip(_CLOSING)[-1:] in _STOPS
@@ -154,10 +164,10 @@ def _are_wrapped(lines):
     A line goes on if it has several words and no full stop at its end, and the next line of the block begins with a
     letter that is no capital. Lines are wrapped if all of this holds:
 
-    - more than `GOING_ON` of the lines without a full stop at their end go on; the others are headings, lists, names;
-    - at least `FULL` of those that go on are full: with the next word, such a line would be wider than the text
-      (`_count_full`); as a file of several texts has several widths, this is seen in `LINES_OF_ONE_WIDTH` at a time;
-    - no word is the first in more than `BEGIN_ALIKE` of the next lines; one line more may be chance.
+    - more than `MANY_GO_ON` of the lines without a full stop at their end go on; others are headings, lists, names;
+    - at least `MANY_ARE_FULL` of those that go on are full: with the next word, such a line would be wider than the
+      text (`_count_full`). A file of several texts has several widths, so `LINES_OF_ONE_WIDTH` are tested at a time;
+    - no word is the first in more than `MANY_BEGIN_ALIKE` of the next lines; one line more may be chance.
 
     Lines of logs and code go on as often, but have any length, or begin with the same word.
     """
@@ -167,18 +177,21 @@ def _are_wrapped(lines):
         if not line or not following or ends_with_stop(line):
             continue
         unfinished += 1
-        if _SPACE.search(line) and following[0].isalpha() and not following[0].isupper():
+        if _BETWEEN_WORDS.search(line) and following[0].isalpha() and not following[0].isupper():
             going_on.append((line, _FIRST_WORD.match(following)[0]))
-    if len(going_on) <= GOING_ON * unfinished:
+    if len(going_on) <= MANY_GO_ON * unfinished:
         return False
     full = 0
     for first in range(0, len(going_on), LINES_OF_ONE_WIDTH):
         part = going_on[first : first + LINES_OF_ONE_WIDTH]
-        full += max(_count_full(part, len), _count_full(part, _columns))
+        # Lines are wrapped by characters or by the columns of a terminal: the right of both finds more full lines.
+        full_by_characters = _count_full(part, len)
+        full_by_columns = _count_full(part, _columns)
+        full += max(full_by_characters, full_by_columns)
     first_words = Counter(word for _, word in going_on)
     _, times = first_words.most_common(1)[0]
-    begin_alike = times > 1 + BEGIN_ALIKE * len(going_on)
-    return full >= FULL * len(going_on) and not begin_alike
+    begin_alike = times > 1 + MANY_BEGIN_ALIKE * len(going_on)
+    return full >= MANY_ARE_FULL * len(going_on) and not begin_alike
 
 
 def _count_full(going_on, size):
@@ -219,30 +232,48 @@ def split_documents(
         longest: characters. A longer paragraph of several lines is cut between lines, to bound the memory.
         counts: increased by the number of control characters that are dropped.
     """
-    lines = (_with_single_spaces(line, longest, counts) for line in lines)
+    lines = (with_single_spaces(line, longest, counts) for line in lines)
     if layout.documents == "line":
-        yield from ([line] for line in lines if line)
+        for line in lines:
+            if line:
+                yield [line]
         return
-    blocks = (block for has_text, block in itertools.groupby(lines, key=bool) if has_text)
-    if layout.lines != "paragraphs":  # the lines of a block are one paragraph, if it is not longer than `longest`
-        join = _unwrapped if layout.lines == "wrapped" else "\n".join
-        blocks = (map(join, grouped(block, len, longest)) for block in blocks)
+    paragraphs_of_blocks = _paragraphs_of_blocks(lines, layout, longest)
     if layout.documents == "blank_line":
-        yield from blocks
-    else:
-        paragraphs = itertools.chain.from_iterable(blocks)
-        if (first := next(paragraphs, None)) is not None:  # a text without paragraphs is no document
-            yield itertools.chain([first], paragraphs)
+        yield from paragraphs_of_blocks
+        return
+    paragraphs = itertools.chain.from_iterable(paragraphs_of_blocks)
+    first = next(paragraphs, None)
+    if first is not None:  # a text without paragraphs is no document
+        yield itertools.chain([first], paragraphs)
 
 
-def _with_single_spaces(line, longest, counts):
+def _paragraphs_of_blocks(lines, layout, longest):
+    """
+    For each block of lines between empty lines, its paragraphs: each line, or all lines joined, the latter in several
+    paragraphs if they are longer than `longest`. Lines are read when their paragraph is, as a block may be large.
+    """
+    for has_text, block in itertools.groupby(lines, key=bool):
+        if not has_text:
+            continue
+        if layout.lines == "paragraphs":
+            yield block
+        elif layout.lines == "sentences":
+            yield map("\n".join, grouped(block, len, longest))
+        else:
+            yield map(_unwrapped, grouped(block, len, longest))
+
+
+def with_single_spaces(line: str, longest: int, counts: Counter) -> str:
     """A line with single spaces as white space, and none at its ends; the others as in `split_documents`."""
-    line, dropped = DELETED.subn("", line)  # the split at white space would keep apart what BERT joins
+    # BERT deletes these characters, so that the letters beside them become one word. `str.split`, below, would split
+    # there.
+    line, dropped = DELETED.subn("", line)
     if dropped:
         counts[DROPPED] += dropped
     if len(line) < longest:
         return " ".join(line.split())
-    return _SPACES.sub(" ", line).strip()  # its words would take twelve times the memory of the line
+    return _OTHER_SPACE.sub(" ", line).strip()  # its words would take twelve times the memory of the line
 
 
 def _unwrapped(lines):

@@ -22,6 +22,7 @@ from d2l_bert.tokenization.cache import cached
 from d2l_bert.tokenization.seen_lines import describe_lines
 from d2l_bert.tokenization.sentences import FEWEST_DOCUMENTS, split_sentences
 from d2l_bert.tokenization.sources import Source, all_documents
+from d2l_bert.tokenization.token_store import find
 
 
 # Raise TEXT_FORMAT by 1 when the same sources with the same options would give other sentences, blocks or hashes: text
@@ -35,8 +36,8 @@ TOKENIZER_SAMPLE_CHARACTERS = 50_000_000
 _NUMBERS = ("document", "source", "characters", "hash")
 _SCHEMA = pa.schema({"sentences": pa.list_(pa.string()), **dict.fromkeys(_NUMBERS, pa.int64())})
 
-# Blocks are written, and read by `TextStore.read`, in batches of at least this many characters: some 10,000 of the
-# blocks of a log in which each line is a document.
+# Blocks are written, and read by `TextStore.read`, in batches of at least this many characters. Of a log, in which
+# each line is a document and a block, a batch has some 10,000 blocks.
 BATCH_CHARACTERS = 1 << 20
 
 
@@ -75,9 +76,12 @@ def prepare_text(sources: Sequence[Source], language: str, folder: Path) -> Path
         for source in sources:
             counts.update(source.counts)
         lines = describe_lines([source.seen for source in sources])
-        (partial / COUNTS_FILE).write_text(json.dumps({"reading": +counts, "sources": len(sources), "lines": lines}))
+        reading = {what: count for what, count in counts.items() if count}
+        content = {"reading": reading, "sources": len(sources), "lines": lines}
+        (partial / COUNTS_FILE).write_text(json.dumps(content))
 
-    return cached(folder, "text", [TEXT_FORMAT, [source.identity for source in sources], language], write, _check_text)
+    identity = [TEXT_FORMAT, [source.identity for source in sources], language]
+    return cached(folder, "text", identity, write, check=_check_text)
 
 
 def _check_text(folder):
@@ -131,8 +135,9 @@ class _Batch:
     def finished(self):
         """The record batch."""
         lists = pa.ListArray.from_arrays(pa.array(self.ends, pa.int32()), pa.array(self.sentences, pa.string()))
-        columns = np.array(self.numbers, dtype=np.int64).reshape(-1, len(_NUMBERS)).T
-        return pa.record_batch([lists, *map(pa.array, np.ascontiguousarray(columns))], schema=_SCHEMA)
+        table = np.array(self.numbers, dtype=np.int64).reshape(-1, len(_NUMBERS))  # (blocks, 4), also of no blocks
+        columns = [pa.array(np.ascontiguousarray(column)) for column in table.T]
+        return pa.record_batch([lists, *columns], schema=_SCHEMA)
 
 
 def _hash_of(sentences):
@@ -159,16 +164,20 @@ class Blocks:
         self.batch_starts = np.cumsum([0, *map(len, self.table["hash"].chunks)])
 
     def read(self, blocks: np.ndarray) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of the blocks with these numbers, ascending (n,)."""
-        batches = np.unique(np.searchsorted(self.batch_starts, blocks, side="right") - 1)
-        for number in batches.tolist():
-            first, end = self.batch_starts[number : number + 2]  # the blocks of the batch are first, ..., end - 1
-            begin, stop = np.searchsorted(blocks, (first, end))
-            inside = blocks[begin:stop]
+        """
+        Yield the rows of the blocks with these numbers, ascending (n,).
+
+        Of the blocks 1, 5 and 6, in batches that start at the blocks 0, 4 and 8, batch 0 is read for its row 1, and
+        batch 1 for its rows 1 and 2.
+        """
+        batch_of_block = find(self.batch_starts, blocks)  # (n,), ascending, too
+        for number in np.unique(batch_of_block).tolist():
+            first, end = np.searchsorted(batch_of_block, (number, number + 1))
+            rows = blocks[first:end] - self.batch_starts[number]
             with explained(f"cache {self.folder}: is damaged", "delete it, and read the text again", *READ_ERRORS):
                 batch = self.file.get_batch(number)
                 batch.validate(full=True)  # numbers that point elsewhere would end the process
-            yield batch.take(pa.array(inside - first))
+            yield batch.take(pa.array(rows))
 
 
 class TextStore(Blocks):
@@ -183,7 +192,7 @@ class TextStore(Blocks):
             files, rows and sentences that were left out or cut.
         source_count: the number of sources.
         lines: what recurs in the lines of the files (`describe_lines`).
-        of_blocks: the numbers of `_NUMBERS`, by their names, as they were read (blocks,).
+        block_columns: the columns of the file, but for the sentences, by their names (`_NUMBERS`), each (blocks,).
         document_of_block: the number of each block's document (blocks,).
         sources, characters, hashes: of each document the number of its source, its characters, and a hash, the same
             for documents with the same sentences (documents,).
@@ -196,18 +205,21 @@ class TextStore(Blocks):
         self.reading = counts["reading"]
         self.source_count = counts["sources"]
         self.lines = counts["lines"]
-        self.of_blocks = {name: self.table[name].to_numpy() for name in _NUMBERS}
+        self.block_columns = {name: self.table[name].to_numpy() for name in _NUMBERS}
+        block_count = len(self.table)
         # The first block of each document that was read.
-        self._firsts_as_read = np.flatnonzero(np.diff(self.of_blocks["document"], prepend=-1))
-        firsts = self._firsts_as_read
-        if len(self.table) and _few_hold_most(np.add.reduceat(self.of_blocks["characters"], firsts)):
-            firsts = np.arange(len(self.table))  # every block is the first of a document
-            self.reading["blocks of sentences in place of documents, as few hold most of the text"] = len(firsts)
-        block_counts = np.diff(firsts, append=len(self.table))
-        self.document_of_block = np.repeat(np.arange(len(firsts)), block_counts)
-        self.sources = self.of_blocks["source"][firsts]
-        self.characters = np.add.reduceat(self.of_blocks["characters"], firsts)
-        self.hashes = np.add.reduceat(self.of_blocks["hash"], firsts)
+        self._firsts_as_read = np.flatnonzero(np.diff(self.block_columns["document"], prepend=-1))
+        characters_as_read = np.add.reduceat(self.block_columns["characters"], self._firsts_as_read)
+        if block_count and _few_hold_most(characters_as_read):
+            firsts = np.arange(block_count)  # every block is the first of a document
+            self.reading["blocks of sentences in place of documents, as few hold most of the text"] = block_count
+        else:
+            firsts = self._firsts_as_read
+        blocks_of_documents = np.diff(firsts, append=block_count)
+        self.document_of_block = np.repeat(np.arange(len(firsts)), blocks_of_documents)
+        self.sources = self.block_columns["source"][firsts]
+        self.characters = np.add.reduceat(self.block_columns["characters"], firsts)
+        self.hashes = np.add.reduceat(self.block_columns["hash"], firsts)
         self.fingerprint = int(self.hashes.sum())
 
     def __len__(self):
@@ -220,7 +232,7 @@ class TextStore(Blocks):
 
     def ends_as_read(self, document: int) -> tuple[str, str]:
         """The first and the last sentence of the document with this number, as documents were read."""
-        blocks = np.flatnonzero(self.of_blocks["document"] == document)
+        blocks = np.flatnonzero(self.block_columns["document"] == document)
         (first_block,) = self.read(blocks[:1])
         (last_block,) = self.read(blocks[-1:])
         return first_block["sentences"][0][0].as_py(), last_block["sentences"][0][-1].as_py()
@@ -240,21 +252,21 @@ class TextStore(Blocks):
         Args:
             hashes_of_other: the hash of each document of the other text.
         """
-        of_blocks = self.of_blocks["hash"]
-        of_documents = np.add.reduceat(of_blocks, self._firsts_as_read)
-        is_block_there = np.isin(of_blocks, hashes_of_other)
+        hashes_of_blocks = self.block_columns["hash"]
+        hashes_of_documents = np.add.reduceat(hashes_of_blocks, self._firsts_as_read)
+        is_block_there = np.isin(hashes_of_blocks, hashes_of_other)
         are_all_blocks_there = np.minimum.reduceat(is_block_there, self._firsts_as_read)  # the least of 0 and 1: "and"
-        is_there = np.isin(of_documents, hashes_of_other) | are_all_blocks_there
-        return len(of_documents), int(is_there.sum())
+        is_there = np.isin(hashes_of_documents, hashes_of_other) | are_all_blocks_there
+        return len(hashes_of_documents), int(is_there.sum())
 
 
 def _few_hold_most(sizes):
     """
     Whether documents of these sizes are fewer than 20, or few of them hold more than four fifths of the text.
 
-    Of such documents, as of three books beside the lines of a log, only small ones would be held out. A document is
-    small if it has a twentieth of the text or less: at most 19 can have more. The small ones should have a fifth of
-    the text: of twenty books whose sizes differ, they have a third or more.
+    Of such documents, as of three books beside the lines of a log, only small ones would be held out. The small ones,
+    which have a twentieth of the text or less, should have a fifth of the text together. Of twenty books whose sizes
+    differ, they have a third or more.
     """
     if len(sizes) < FEWEST_DOCUMENTS:
         return True
@@ -281,7 +293,7 @@ class TextPart:
 
     def characters(self) -> int:
         """The number of characters."""
-        return int(self.store.of_blocks["characters"][self.blocks].sum())
+        return int(self.store.block_columns["characters"][self.blocks].sum())
 
     def document_count(self) -> int:
         """The number of documents that the blocks are of."""
@@ -295,13 +307,15 @@ class TextPart:
         """
         share = min(1.0, most_characters / max(self.characters(), 1))
         count = int(len(self.blocks) * share)
-        places = np.unique((np.arange(count) / share).astype(int))
+        evenly = np.arange(count) / share  # 0, 2.5, 5 and 7.5
+        places = np.unique(evenly.astype(int))
         return TextPart(self.store, self.blocks[places])
 
     def identity(self) -> list[str]:
         """Two strings that change whenever the sentences do: of the whole text, and of the choice of blocks."""
+        name_with_hash = self.store.folder.name  # `cached` puts a hash into it of all that decides the text
         numbers = np.ascontiguousarray(self.blocks, dtype="<i8")
-        return [self.store.folder.name, hashlib.sha256(numbers).hexdigest()]
+        return [name_with_hash, hashlib.sha256(numbers).hexdigest()]
 
     def __iter__(self) -> Iterator[str]:
         for batch in self.store.read(self.blocks):
@@ -337,9 +351,11 @@ def held_out_documents(hashes: np.ndarray, characters: np.ndarray, fraction: flo
         )
     sizes = np.bincount(place, characters)  # of each different document, with its copies
     wanted = min(fraction * int(sizes.sum()), most)
-    # A stable sort: those that are not too large come first, in the order of their hashes; then the others by size.
+    # Sizes of 4, 90, 5, 60 and 6, of which 8 are wanted, are sorted as 0, 90, 0, 60 and 0: the order is 0, 2, 4, 3, 1.
+    # The documents that are not too large keep the order of their hashes, as the sort is stable.
     size_if_too_large = np.where(sizes > wanted, sizes, 0)
     order = np.argsort(size_if_too_large, kind="stable")
-    enough = int(np.searchsorted(np.cumsum(sizes[order]), wanted)) + 1  # the number of documents that suffice
-    count = min(max(enough, 2), len(different) - 2)
+    sizes_up_to = np.cumsum(sizes[order])  # 4, 9, 15, 75, 165: the second reaches the 8
+    first_that_suffices = int(np.searchsorted(sizes_up_to, wanted))
+    count = min(max(first_that_suffices + 1, 2), len(different) - 2)
     return np.isin(place, order[:count])

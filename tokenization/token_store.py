@@ -37,7 +37,7 @@ ARRAYS = ("ids", *TABLES, "hashes")
 JOINED_AT_ONCE = 1 << 22  # about the tokens that are copied at once where stores are joined
 CHECKED_AT_ONCE = 1 << 22  # numbers of a file that are checked at once
 
-# Of the ids of a store, the first that are checked whenever a prepared folder is opened, in some 0.1 s.
+# So many ids of a store, the first ones, are checked whenever a prepared folder is opened, in some 0.1 s.
 CHECKED_IDS = 1 << 26
 
 
@@ -96,13 +96,19 @@ def write_store(
         sections: the text, one section after the other. A document may go on in the next section.
         label, documents: what is done, and with how many documents, as in `with_progress`.
     """
-    types = dict.fromkeys(ARRAYS, "<i8") | {"ids": "<u2" if vocab_size <= 2**16 else "<i4"}
+    types = dict.fromkeys(ARRAYS, "<i8")
+    types["ids"] = "<u2" if vocab_size <= 2**16 else "<i4"
     documents_of_sources = np.zeros(source_count, dtype=np.int64)
     # Of the sections that are written.
     token_count = 0
     sentence_count = 0
     word_count = 0
     last_document_end = 0  # in sentences
+
+    def documents_in(section):
+        return len(section.document_ends)
+
+    shown_sections = with_progress(sections, label, total=documents, documents_in=documents_in, says_end=False)
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in ARRAYS}
 
@@ -111,15 +117,15 @@ def write_store(
 
         for name in TABLES:
             append(name, [0])
-        for section in with_progress(
-            sections, label, documents, lambda section: len(section.document_ends), says_end=False
-        ):
+        for section in shown_sections:
             words_before = word_count + np.append(0, np.cumsum(section.word_counts))  # each sentence, and the end
             document_ends = sentence_count + section.document_ends
             has_tokens = np.diff(document_ends, prepend=last_document_end) > 0
             append("ids", section.ids)
-            # What ends here is where the next begins: the starts follow the 0 that each table begins with.
-            append("sentence_starts", token_count + np.cumsum(section.token_counts))
+            # Each end is the start of the next, and the first start, 0, is written: for sentences of 5, 2 and 4 tokens
+            # the file holds 0, and here gets 5, 7 and 11.
+            sentence_ends = token_count + np.cumsum(section.token_counts)
+            append("sentence_starts", sentence_ends)
             append("document_starts", document_ends[has_tokens])
             append("words_before", words_before[section.document_ends][has_tokens])
             append("hashes", section.hashes[has_tokens])
@@ -129,8 +135,13 @@ def write_store(
             word_count = words_before[-1]
             if len(document_ends):
                 last_document_end = document_ends[-1]
-    record = {"types": types, "source_ends": np.cumsum(documents_of_sources).tolist()}
-    record["fingerprint"] = _fingerprint(record, [content_hash(folder / f"{name}.bin") for name in ARRAYS])
+    source_ends = np.cumsum(documents_of_sources).tolist()
+    file_hashes = [content_hash(folder / f"{name}.bin") for name in ARRAYS]
+    record = {
+        "types": types,
+        "source_ends": source_ends,
+        "fingerprint": _fingerprint(types, source_ends, file_hashes),
+    }
     (folder / STORE_FILE).write_text(json.dumps(record, indent=2) + "\n")
 
 
@@ -156,9 +167,10 @@ def ranges(firsts: np.ndarray | int, ends: np.ndarray) -> np.ndarray:
 
     For the firsts 2 and 7 and the ends 5 and 9, these are 2 3 4 7 8.
     """
-    counts = ends - firsts
-    counts_before = np.cumsum(counts) - counts
-    return np.arange(counts.sum()) + np.repeat(firsts - counts_before, counts)
+    counts = ends - firsts  # 3 2
+    counts_before = np.cumsum(counts) - counts  # 0 3
+    distance = np.repeat(firsts - counts_before, counts)  # 2 2 2 4 4: from each place to the number that stands there
+    return np.arange(counts.sum()) + distance
 
 
 def find(starts: np.ndarray, places: np.ndarray) -> np.ndarray:
@@ -214,7 +226,10 @@ class TokenizedCorpus:
             raise UserError(
                 f"{file}: has {size:,} bytes, and each number takes {kind.itemsize}; prepare the text again"
             )
-        return np.asarray(np.memmap(file, kind, "r")) if size else np.zeros(0, kind)
+        if not size:
+            return np.zeros(0, kind)
+        # As a plain array, which still reads the file on access: a part of a `memmap` takes 100 times as long to make.
+        return np.asarray(np.memmap(file, kind, "r"))
 
     def _check_sizes(self):
         """Refuse files whose sizes, or first and last numbers, do not fit together."""
@@ -236,18 +251,18 @@ class TokenizedCorpus:
     def _refuse(self, reason):
         raise UserError(f"{self.folder}: damaged, as {reason}; prepare the text again")
 
-    def check(self, vocab_size: int, hashes: list[str], whole: bool = True) -> None:
+    def check(self, vocab_size: int, file_hashes: list[str], whole: bool = True) -> None:
         """
         Check the numbers of the store, which a reader relies on: starts that ascend, and ids below `vocab_size`.
 
         Args:
-            hashes: the SHA-256 of each file of `ARRAYS`, of which the fingerprint must be.
+            file_hashes: the SHA-256 of each file of `ARRAYS`, of which the fingerprint must be.
             whole: check all ids; else the first `CHECKED_IDS`.
 
         Raises:
             UserError: a number or the fingerprint is not as `write_store` writes it.
         """
-        if self.fingerprint != _fingerprint({"types": self.types, "source_ends": self.source_ends}, hashes):
+        if self.fingerprint != _fingerprint(self.types, self.source_ends, file_hashes):
             self._refuse(f"the fingerprint in {STORE_FILE} is of other files")
         self.check_starts()
         self.check_ids(self.ids if whole else self.ids[:CHECKED_IDS], vocab_size)
@@ -283,18 +298,25 @@ class TokenizedCorpus:
         return self.sentence_starts[self.document_starts[documents]]
 
     def sections(self, documents: np.ndarray, source: int) -> Iterator[Section]:
-        """Yield the documents with these numbers, ascending (n,), as some of a source with this number."""
+        """
+        Yield the documents with these numbers, ascending (n,), as some of a source with this number.
+
+        A section has about `JOINED_AT_ONCE` tokens. If that is 10, documents of 4, 5, 3 and 9 tokens end at 4, 9, 12
+        and 21, and make the sections 4 5, 3 and 9.
+        """
         token_counts = self.first_tokens(documents + 1) - self.first_tokens(documents)
-        borders = np.flatnonzero(np.diff(np.cumsum(token_counts) // JOINED_AT_ONCE)) + 1
+        section_of_document = np.cumsum(token_counts) // JOINED_AT_ONCE  # 0 0 1 2
+        borders = np.flatnonzero(np.diff(section_of_document)) + 1
         for some in np.split(documents, borders):
             sentences = ranges(self.document_starts[some], self.document_starts[some + 1])
             starts = self.sentence_starts[sentences]
             ends = self.sentence_starts[sentences + 1]
             document_ends = np.cumsum(self.document_starts[some + 1] - self.document_starts[some])
-            # A store knows the words of each document, not of each sentence. As only sums over documents are written
-            # again, the last sentence of a document gets them all.
+            # `write_store` writes the words of documents alone, so the words of a document, which the store knows, may
+            # be counted to any of its sentences, whose words it does not know: here to the last.
+            words_of_documents = self.words_before[some + 1] - self.words_before[some]
             word_counts = np.zeros(len(sentences), dtype=np.int64)
-            word_counts[document_ends - 1] = self.words_before[some + 1] - self.words_before[some]
+            word_counts[document_ends - 1] = words_of_documents
             yield Section(
                 ids=self.ids[ranges(starts, ends)],
                 token_counts=ends - starts,
@@ -310,9 +332,9 @@ def check_store(folder: Path) -> None:
     TokenizedCorpus(folder).check_starts()
 
 
-def _fingerprint(record, hashes):
+def _fingerprint(types, source_ends, file_hashes):
     """A hash of the types, of where the sources end, and of the SHA-256 of each file of `ARRAYS`."""
-    return short_hash(record, hashes)
+    return short_hash({"types": types, "source_ends": source_ends}, file_hashes)
 
 
 def _is_ascending(numbers, strictly):

@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 import transformers
+from accelerate.utils import patch_environment
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -44,15 +45,15 @@ CONTINUATION = "##"
 VOCABULARY_FILE = "vocab.txt"
 
 
-# The thresholds of `choose_alphabet`. The first three are shares of the vocabulary's entries, which an alphabet takes.
-CHEAP_ALPHABET = 1 / 4  # taken in any case, however rare its characters are
-LARGE_ALPHABET = 1 / 2  # taken where fewer characters would leave more than `FEW_UNKNOWN`
-LARGEST_ALPHABET = 3 / 4  # taken where fewer characters would leave more than `MANY_UNKNOWN`
+# `choose_alphabet` weighs the share of the vocabulary's entries that an alphabet takes
+CHEAP_ALPHABET = 1 / 4  # which every text may take, however rare its characters are
+LARGE_ALPHABET = 1 / 2
+LARGEST_ALPHABET = 3 / 4
 
-# Shares of the text that stand in [UNK], as their words have a character outside of the alphabet.
+# against the share of the text's words that it leaves in [UNK], as they have a character outside of it.
 FEW_UNKNOWN = 0.001
 MANY_UNKNOWN = 0.008  # held-out text, which has characters of its own, then stays below 1 %
-MOST_UNKNOWN = 0.05  # still accepted where even the largest alphabet leaves more than `MANY_UNKNOWN`
+MOST_UNKNOWN = 0.05
 
 
 # Words in a text for the trainer: in longer ones it becomes slow.
@@ -60,7 +61,7 @@ REPEATED_AT_ONCE = 500
 
 
 def train_wordpiece(
-    texts: Iterable[str],
+    texts: Iterable[str | Sequence[str]],
     vocab_size: int = 8192,
     lowercase: bool = True,
     strip_accents: bool | Literal["auto"] = "auto",
@@ -74,7 +75,8 @@ def train_wordpiece(
     Train a tokenizer. The same texts and options give the same files, byte for byte.
 
     Args:
-        texts: strings, read once. The memory for training grows with the number of distinct words.
+        texts: strings, or batches of strings as lists, read once. The memory for training grows with the number of
+            distinct words.
         vocab_size: most entries of the vocabulary, the five special tokens included. A small text gives fewer.
         lowercase: convert text to lower case, as `bert-base-uncased` does.
         strip_accents: remove accents and all other nonspacing marks; `auto` follows the text (`choose_rules`).
@@ -90,11 +92,23 @@ def train_wordpiece(
         options need more than BERT's rules, a `PreTrainedTokenizerFast`.
 
     Raises:
-        UserError: the texts are empty, or `vocab_size` is below the size of the alphabet.
+        UserError: the texts are empty, are one string or other values, or `vocab_size` is below the size of the
+            alphabet.
     """
-    words = count_words(texts)
+    if isinstance(texts, str):  # whose characters would be the texts
+        raise UserError("texts is one string; give a list of texts: [text]")
+    words = count_words(_each_text(texts))
     rules = choose_rules(contents_of(words), lowercase, strip_accents, pre_tokenizer, individual_digits)
     return train_on_words(words, rules, vocab_size, min_frequency, limit_alphabet, model_max_length)
+
+
+def _each_text(texts):
+    """The strings among texts and in batches of texts."""
+    for entry in texts:
+        for text in [entry] if isinstance(entry, str) else entry:
+            if not isinstance(text, str):
+                raise UserError(f"texts: holds a {type(text).__name__}; give strings, or batches of strings as lists")
+            yield text
 
 
 def train_on_words(
@@ -106,8 +120,6 @@ def train_on_words(
     model_max_length: int = 512,
 ) -> BertTokenizer | PreTrainedTokenizerFast:
     """As `train_wordpiece`, on words that are separated by white space (`count_words`), with given rules."""
-    from accelerate.utils import patch_environment  # loads PyTorch, which the processes that tokenize do without
-
     split = split_words(words, rules.normalizer(), rules.splitter())
     words = {word: count for word, count in split.items() if len(word) <= LONGEST_WORD}  # a longer one is [UNK]
     alphabet = choose_alphabet(words, vocab_size, limit_alphabet)
@@ -119,8 +131,9 @@ def train_on_words(
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
         min_frequency=min_frequency,
-        # The trainer gives these pieces the first ids, in order, and breaks ties between merges by id. Otherwise the
-        # ##-characters would get ids in the order of a randomly seeded hash map, and no two runs would agree.
+        # The trainer gives its special tokens the first ids, in this order, and breaks ties between merges by id. As
+        # plain pieces, the continuations would get ids in the order of a randomly seeded hash map: no two runs would
+        # agree.
         special_tokens=[*SPECIAL_TOKENS, *continuations],
         initial_alphabet=sorted(alphabet),
         limit_alphabet=len(alphabet),
@@ -132,11 +145,10 @@ def train_on_words(
     # One thread: handing words to several costs more than counting them.
     with patch_environment(TOKENIZERS_PARALLELISM="false"):
         trained.train_from_iterator(_repeated(words), trainer)
-    # The trainer has the continuations before the characters; our vocabulary has them behind. The pieces that the
-    # trainer has merged follow in its order.
-    characters = [*SPECIAL_TOKENS, *sorted(alphabet), *continuations]
-    merged = pieces(trained)[len(characters) :]
-    return make_tokenizer([*characters, *merged], rules, model_max_length)
+    # The trainer's order is [PAD] ... ##a ##b a b ab ..., that of our vocabulary [PAD] ... a b ##a ##b ab ...
+    not_merged = [*SPECIAL_TOKENS, *sorted(alphabet), *continuations]
+    merged = pieces(trained)[len(not_merged) :]
+    return make_tokenizer([*not_merged, *merged], rules, model_max_length)
 
 
 def _repeated(words):
@@ -156,17 +168,16 @@ def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -
     The characters that the vocabulary spells all words with: the most frequent ones.
 
     A character takes one entry of the vocabulary, and a second one, with ##, if it stands in a word behind the first.
-    How many characters, is a choice between these numbers:
 
-        usual       as many as `CHEAP_ALPHABET` has entries for; if the fewest that leave at most `FEW_UNKNOWN` are
-                    more, these; but never more than `LARGE_ALPHABET` has entries for
-        largest     as many as `LARGEST_ALPHABET` has entries for
-        wanted      the fewest that leave at most `MANY_UNKNOWN`
-        accepted    the fewest that leave at most `MOST_UNKNOWN`
+    The usual alphabet leaves at most `FEW_UNKNOWN` of the text in [UNK]. It takes at least `CHEAP_ALPHABET` of the
+    entries, and at most `LARGE_ALPHABET`. Where it leaves more than `MANY_UNKNOWN`, the size is, with
 
-    The first case that holds decides:
+        largest     the number of characters that `LARGEST_ALPHABET` has entries for
+        wanted      the fewest characters that leave at most `MANY_UNKNOWN`
+        accepted    the fewest characters that leave at most `MOST_UNKNOWN`,
 
-        wanted <= usual         usual
+    in the first case that holds:
+
         wanted <= largest       wanted
         accepted <= usual       usual: a larger one would take entries, and still leave more than `MANY_UNKNOWN`
         accepted <= largest     largest
@@ -186,8 +197,14 @@ def choose_alphabet(words: Counter, vocab_size: int, limit: int | None = None) -
     ranked = sorted(counts, key=lambda character: (-counts[character], character))
     rank = {character: number for number, character in enumerate(ranked, 1)}
     # entries[n] and unknown[n] are of the n most frequent characters: the entries that they take, and the share of the
-    # text that they leave in [UNK].
-    entries = np.cumsum([0, *(1 + (character in inside) for character in ranked)])
+    # text that they leave in [UNK]. For the words "ab" twice and "abc" once, the characters are a, b and c:
+    #
+    #     entries             0  1  3    5      a; b and ##b; c and ##c
+    #     rarest                    2    3      b is the 2nd character, c the 3rd
+    #     sizes_by_rarest     0  0  4    3      "ab" twice has 4 characters, "abc" has 3
+    #     unknown             1  1  3/7  0      a spells no word, a and b spell "ab"
+    entries_of_each = [2 if character in inside else 1 for character in ranked]
+    entries = np.cumsum([0, *entries_of_each])
     rarest = [max(map(rank.get, word)) for word in words]  # the rank of each word's rarest character
     sizes = [count * len(word) for word, count in words.items()]
     sizes_by_rarest = np.bincount(rarest, sizes, len(ranked) + 1)
@@ -235,7 +252,8 @@ def make_tokenizer(
     the general class, which reads them from tokenizer.json.
     """
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    if rules == Rules(lowercase=rules.lowercase, strip_accents=rules.strip_accents):  # BERT's own
+    rules_of_bert = Rules(lowercase=rules.lowercase, strip_accents=rules.strip_accents)  # all else as in BERT
+    if rules == rules_of_bert:
         return BertTokenizer(
             vocab=vocabulary,
             do_lower_case=rules.lowercase,
@@ -254,8 +272,15 @@ def general_tokenizer(backend: Tokenizer, model_max_length: int = 512) -> PreTra
 
     Transformers 5 makes the rules of a `BertTokenizer` anew; those of this class it reads from tokenizer.json.
     """
-    names = {f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS}  # pad_token: [PAD]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=model_max_length, **names)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        model_max_length=model_max_length,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+    )
     give_bert_inputs(tokenizer)
     return tokenizer
 
@@ -273,7 +298,8 @@ def give_bert_inputs(tokenizer: PreTrainedTokenizerFast) -> None:
     )
     names = ["input_ids", "token_type_ids", "attention_mask"]
     tokenizer.model_input_names = names
-    tokenizer.init_kwargs["model_input_names"] = names  # what `save_pretrained` writes
+    # `save_pretrained` writes the arguments that a tokenizer was made with, not its attributes.
+    tokenizer.init_kwargs["model_input_names"] = names
 
 
 def extend_wordpiece(
@@ -504,13 +530,14 @@ def literal_json(tokenizer: PreTrainedTokenizerBase) -> str:
     """
     The JSON of the tokenizer that `literal_tokenizer` makes: a string, which the cache and other processes can take.
 
-    In it only tokens with a role, such as [MASK], are special, as special tokens are read as text. Others, such as
-    [E1] of `add_special_tokens`, stay tokens, as in use.
+    The literal tokenizer reads the tokens that are special here as text. These are the tokens with a role, such as
+    [MASK], the mask token. Other special tokens, such as [E1] of `add_special_tokens`, stay tokens, as in use.
     """
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
-    with_role = set(map(str, tokenizer.special_tokens_map.values()))
+    tokens_with_role = set(map(str, tokenizer.special_tokens_map.values()))
     for token in parts["added_tokens"]:
-        token["special"] = token["special"] and token["content"] in with_role
+        if token["content"] not in tokens_with_role:
+            token["special"] = False
     return json.dumps(parts)
 
 

@@ -45,7 +45,9 @@ def compiled_blocks(model: nn.Module, is_compiled: bool) -> Iterator[None]:
     try:
         with (
             explained("torch_compile", "give --torch_compile false", torch._dynamo.exc.TorchDynamoException),
-            torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT),
+            # DDP's optimizer would cut the program of a block in two, to send the gradients of one part earlier. DDP
+            # sends those of other blocks meanwhile.
+            torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, optimize_ddp=False),
             # Recomputing activations is cheaper than writing and reading them. `aggressive_recomputation` is wrong
             # here: it would also recompute dropout masks, with other random numbers.
             torch._functorch.config.patch(

@@ -218,14 +218,15 @@ class PretrainConfig(TextConfig):
     )
     attn_implementation: Literal["eager", "sdpa", "flex_attention", "varlen"] | None = option(
         None,
-        "implementation of attention; the default is eager or sdpa, the faster one on this device; varlen computes no "
-        "padding (NVIDIA GPUs from Ampere on, in half precision, no dropout of attention)",
+        "implementation of attention; the default is the fastest one on this device; varlen computes no padding "
+        "(NVIDIA GPUs from Ampere on, in half precision, no dropout of attention)",
         MACHINE,
         identity=False,
     )
-    dataloader_num_workers: int = option(
-        0,
-        "worker processes that make batches; with 0 a thread of this process makes them",
+    dataloader_num_workers: int | None = option(
+        None,
+        "worker processes that make batches, beside each process of the run; with 0 a thread of that process makes "
+        "them; the default is 1 on an NVIDIA GPU, else 0",
         MACHINE,
         identity=False,
         within="[0, 1024]",

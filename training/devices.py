@@ -1,5 +1,6 @@
 """The device of a run: Accelerate, the defaults that depend on the device, its peak."""
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -9,16 +10,17 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
+    DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     parse_flag_from_env,
 )
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.nn.attention import activate_flash_attention_impl
 from torch.utils.benchmark import Timer
 
 from d2l_bert.messages import UserError
-from d2l_bert.modeling import modeling_d2l_bert
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.training.config import MICRO_BATCH_TOKENS, PretrainConfig
+from d2l_bert.training.data.unpadded import VARLEN
 from d2l_bert.training.processes import start_processes
 
 
@@ -57,6 +59,8 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
         mixed_precision=precision,
         # `Learner.update` divides the losses; Accelerate must not divide them again.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        # Each gradient lies in the bucket in which DDP sends it, and is in memory once.
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
         **options,
     )
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
@@ -67,14 +71,10 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
         )
     if is_fsdp and not accelerator.is_fsdp2:
         raise UserError("FSDP's first version is not supported; set fsdp_version: 2 in the launcher's configuration")
-    if is_fsdp:
-        # Each encoder block is sharded as a unit, whatever the launcher's configuration says. Accelerate's own policy
-        # would put weights, losses and even counts into bf16. Without a policy they stay float32, and only matrix
-        # products are bf16, as they are without FSDP2.
-        plugin = accelerator.state.fsdp_plugin
-        plugin.auto_wrap_policy = transformer_auto_wrap_policy
-        plugin.transformer_cls_names_to_wrap = [modeling_d2l_bert.D2lBertEncoderBlock.__name__]
-        plugin.mixed_precision_policy = None
+    if is_fsdp and accelerator.state.fsdp_plugin.activation_checkpointing:
+        raise UserError(
+            "fsdp_activation_checkpointing is not supported; set it to false, and give --gradient_checkpointing"
+        )
     return accelerator
 
 
@@ -105,11 +105,16 @@ def with_defaults(run: PretrainConfig, architecture: D2lBertConfig, accelerator:
     """
     The options of a run, with the defaults that depend on the device.
 
-    - `attn_implementation`: on a CPU, PyTorch's fused kernel (`sdpa`) has no dropout, and falls back on a slow path: a
-      step of BERT-base at 512 tokens takes 5.9 s, and 4.5 s with `eager`. Without dropout `sdpa` is a tenth slower
-      than `eager`, but saves memory at long sequence lengths.
+    - `attn_implementation`: `varlen` where the device can compute that (`has_varlen`), else `sdpa`. On a CPU,
+      PyTorch's fused kernel (`sdpa`) has no dropout, and falls back on a slow path: a step of BERT-base at 512 tokens
+      takes 5.9 s, and 4.5 s with `eager`. Without dropout `sdpa` is a tenth slower than `eager`, but saves memory at
+      long sequence lengths.
     - `torch_compile`: true on CUDA.
     - `micro_batch_size`: on a CPU of `MICRO_BATCH_TOKENS`; on a GPU more, as many as fit into half of its memory.
+    - `dataloader_num_workers`: 1 on CUDA. A thread would hold up the process that feeds the GPU, as Python runs one of
+      them at a time; and where many processes share a step, it is the slower, as each draws the pairs of all: of 64
+      H100s with BERT-base each would take a step in 10 ms, and its thread make one in 13 (docs/performance.md). 0
+      elsewhere: on a CPU a worker would take a core from the training step.
 
     Raises:
         UserError: the device cannot compute the attention that was asked for.
@@ -119,15 +124,17 @@ def with_defaults(run: PretrainConfig, architecture: D2lBertConfig, accelerator:
     has_dropout = architecture.attention_probs_dropout_prob > 0
     if run.attn_implementation == "flex_attention" and device == "cpu":
         raise UserError("attn_implementation flex_attention cannot train on a CPU; give eager or sdpa")
-    if run.attn_implementation == "varlen":
-        can_run = device == "cuda" and not is_float32 and not has_dropout
-        if not can_run or torch.cuda.get_device_capability(accelerator.device) < (8, 0):
-            raise UserError(
-                "attn_implementation varlen needs an NVIDIA GPU from Ampere on (compute capability 8.0), "
-                "mixed_precision bf16 or fp16, and no dropout of attention; give sdpa, or "
-                "--attention_probs_dropout_prob 0"
-            )
+    can_run_varlen = has_varlen(architecture, accelerator)
+    if run.attn_implementation == VARLEN and not can_run_varlen:
+        raise UserError(
+            "attn_implementation varlen needs an NVIDIA GPU from Ampere on (compute capability 8.0), "
+            "mixed_precision bf16 or fp16, no dropout of attention, and heads of 8, 16, 24 or up to 256 numbers; give "
+            "sdpa, or --attention_probs_dropout_prob 0"
+        )
     is_eager_faster = run.max_seq_length <= 256 or has_dropout
+    attention = VARLEN if can_run_varlen else "sdpa"
+    if device == "cpu" and is_eager_faster:
+        attention = "eager"
     tokens = MICRO_BATCH_TOKENS
     if device == "cuda":
         memory = torch.cuda.get_device_properties(accelerator.device).total_memory
@@ -136,12 +143,44 @@ def with_defaults(run: PretrainConfig, architecture: D2lBertConfig, accelerator:
         tokens = min(GPU_TOKENS, 2 ** int(math.log2(memory / 2 / bytes_a_token)))
     defaults = {
         "mixed_precision": accelerator.mixed_precision,
-        "attn_implementation": "eager" if device == "cpu" and is_eager_faster else "sdpa",
+        "attn_implementation": attention,
         "torch_compile": device == "cuda",
         "micro_batch_size": max(1, tokens // run.max_seq_length),
+        "dataloader_num_workers": 1 if device == "cuda" else 0,
     }
     missing = {name: value for name, value in defaults.items() if getattr(run, name) is None}
     return dataclasses.replace(run, **missing)
+
+
+def has_varlen(architecture: D2lBertConfig, accelerator: Accelerator) -> bool:
+    """Whether a GPU can compute a model's attention without padding: by flash attention, which has no dropout here."""
+    if accelerator.device.type != "cuda" or torch.version.hip or accelerator.mixed_precision == "no":
+        return False
+    head_size = architecture.hidden_size // architecture.num_attention_heads
+    if architecture.attention_probs_dropout_prob > 0 or head_size > 256 or head_size % 8:
+        return False
+    return torch.cuda.get_device_capability(accelerator.device) >= (8, 0)
+
+
+def use_flash_attention_3(run: PretrainConfig, accelerator: Accelerator) -> None:
+    """
+    Compute the attention of a run by FlashAttention 3 (Shah et al., 2024) on a Hopper GPU, where it is installed.
+
+    It is in force for the whole process, until `processes.restore_host_settings` takes it back.
+    """
+    if run.attn_implementation != VARLEN or torch.cuda.get_device_capability(accelerator.device) != (9, 0):
+        return
+    with contextlib.suppress(ModuleNotFoundError):  # PyTorch lists it even if it is not installed
+        activate_flash_attention_impl("FA3")
+
+
+def free_unused_memory(device: torch.device) -> None:
+    """
+    Free the memory that PyTorch keeps on Apple's GPUs for later tensors: there it keeps it for each size of a tensor,
+    and the sizes of micro-batches vary. Other devices use such memory for other sizes, too.
+    """
+    if device.type == "mps":
+        torch.mps.empty_cache()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ MAX_LOSS = 700  # nats; the perplexity of a higher loss overflows a float, and t
 # What is summed over held-out batches, in the order of the tensor that processes add up; the last one if it is wanted.
 SUMS = ("mlm_loss", "mlm_correct", "masked_tokens", "pair_loss", "pair_correct", "examples")
 TOP_5 = "mlm_in_top_5"
+LABELS = ("labels", "next_sentence_label")  # the arguments of the model that are labels
 
 
 class HeldOutPairs:
@@ -108,29 +109,47 @@ def held_out_counts(model, batches, device, top_5: bool = False) -> torch.Tensor
     names = [*SUMS, TOP_5] if top_5 else SUMS
     sums = torch.zeros(len(names), dtype=torch.float64, device=place)
     for batch in batches:
-        batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        of_batch = _sums_of(batch, model(**batch), top_5)
+        places = {name: _places_of_labels(batch[name]) for name in LABELS if name in batch}
+        batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        places = {name: tensor.to(device, non_blocking=True) for name, tensor in places.items()}
+        of_batch = _sums_of(batch, places, model(**batch), top_5)
         sums += torch.stack([of_batch[name].to(place).double() for name in names])
     model.train(was_training)
     return sums
 
 
-def _sums_of(batch, outputs, top_5):
-    """The entries of `SUMS` of one batch, by their names."""
+def _places_of_labels(labels):
+    """
+    The places of the labels that are not -100, of labels (B, P) or (B,) on the CPU: (n,), in the flattened labels.
+
+    Looked for on the CPU: as their number is needed, the CPU would wait for a GPU.
+    """
+    return (labels.flatten() != -100).nonzero().squeeze(1)
+
+
+def _sums_of(batch, places, outputs, top_5):
+    """
+    The entries of `SUMS` of one batch, by their names.
+
+    Args:
+        places: `_places_of_labels`, by the names of the labels.
+    """
     logits = mlm_logits(outputs)
     found = {}
-    found["mlm_loss"], found["mlm_correct"], found["masked_tokens"] = _loss_correct_count(logits, batch["labels"])
+    found["mlm_loss"], found["mlm_correct"], found["masked_tokens"] = _loss_correct_count(
+        logits, batch["labels"], places["labels"]
+    )
     if "next_sentence_label" in batch:
         found["pair_loss"], found["pair_correct"], found["examples"] = _loss_correct_count(
-            outputs.seq_relationship_logits, batch["next_sentence_label"]
+            outputs.seq_relationship_logits, batch["next_sentence_label"], places["next_sentence_label"]
         )
     else:
         nothing = torch.zeros_like(found["mlm_loss"])
         found |= {"pair_loss": nothing, "pair_correct": nothing, "examples": count_examples(batch)}
     if top_5:
-        is_labelled = batch["labels"] != -100
-        scores = logits[is_labelled]
-        score_of_label = scores.gather(1, batch["labels"][is_labelled][:, None])
+        scores = logits.flatten(0, -2)[places["labels"]]
+        labels = batch["labels"].flatten()[places["labels"]]
+        score_of_label = scores.gather(1, labels[:, None])
         found[TOP_5] = ((scores > score_of_label).sum(1) < 5).sum()  # fewer than five tokens have a higher score
     return found
 
@@ -140,14 +159,13 @@ def mlm_logits(outputs):
     return outputs.prediction_logits if "prediction_logits" in outputs else outputs.logits
 
 
-def _loss_correct_count(logits, labels):
-    """The summed loss, the number of correct predictions, and the number of labels that are not -100."""
-    is_labelled = labels != -100
-    logits = logits[is_labelled].float()
-    labels = labels[is_labelled]
+def _loss_correct_count(logits, labels, places):
+    """The summed loss, the number of correct predictions, and the number of labels, of the labels at these places."""
+    logits = logits.flatten(0, -2)[places].float()
+    labels = labels.flatten()[places]
     loss = F.cross_entropy(logits, labels, reduction="sum")
     correct = (logits.argmax(-1) == labels).sum()
-    return loss, correct, is_labelled.sum()
+    return loss, correct, torch.ones_like(labels).sum()
 
 
 def held_out_metrics(sums: torch.Tensor, task: PairTask | None) -> dict[str, float]:

@@ -1,8 +1,11 @@
 """What a run starts from: fresh weights, or a saved model, and its text with an existing tokenizer."""
 
 import copy
+import dataclasses
 import itertools
 import logging
+from collections.abc import Collection
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -12,6 +15,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from d2l_bert.folders import new_folder
 from d2l_bert.messages import UserError, explained, reading_model, shortened
 from d2l_bert.modeling import conversion
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
@@ -19,7 +23,12 @@ from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPr
 from d2l_bert.tokenization.config import TextConfig
 from d2l_bert.tokenization.existing_tokenizers import has_tokenizer, load_tokenizer
 from d2l_bert.tokenization.prepare import prepare
-from d2l_bert.tokenization.prepared_folder import PreparedText, corpus_is_prepared
+from d2l_bert.tokenization.prepared_folder import (
+    PreparedText,
+    corpus_is_prepared,
+    fixed_options,
+    write_prepared_folder,
+)
 from d2l_bert.tokenization.wordpiece import (
     pieces,
 )
@@ -235,6 +244,69 @@ def added_entries(old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase) ->
         if entry != at_its_id:
             raise UserError(f"the tokenizer must begin with the model's vocabulary, and lacks {entry!r} in its place")
     return after[len(before) :]
+
+
+def refuse_what_is_fixed(run: TextConfig, given: Collection[str], fixed_by_model: Collection[str]) -> None:
+    """
+    Refuse an option whose value follows from the model, the tokenizer or the prepared folder that the run names.
+
+    Args:
+        given: the names of the options that were given.
+        fixed_by_model: the fields of an architecture that a model in `init_from` decides.
+
+    Raises:
+        UserError: such an option was given.
+    """
+    fixed = fixed_options(run)
+    if run.init_from is not None:
+        for name in fixed_by_model:
+            fixed[name] = f"the model in init_from ({run.init_from})"
+    for name, by in fixed.items():
+        if name in given:
+            raise UserError(f"{name} is fixed by {by}; leave {name} out")
+
+
+@dataclasses.dataclass(frozen=True)
+class PrepareResult:
+    """
+    A text that was prepared for training.
+
+    Args:
+        output_dir: the folder with the tokenizer and the token ids, which `pretrain` takes as a corpus.
+        counts: what was read: `train_documents`, `train_tokens`, `train_words`, `held_out_documents`,
+            `held_out_tokens`, the tokenizer's figures and so on, as in prepared.json.
+        account: what was found in the text, in lines for a person.
+    """
+
+    output_dir: Path
+    counts: dict = dataclasses.field(repr=False)
+    account: list[str] = dataclasses.field(repr=False)
+
+    @property
+    def report(self) -> str:
+        """What the command prints."""
+        return f"train on it: d2l-bert pretrain --corpus {self.output_dir}"
+
+
+def prepare_folder(run: TextConfig, output_dir: str, given: Collection[str]) -> PrepareResult:
+    """
+    Read a text, train its tokenizer or take the given one, and write a prepared folder.
+
+    Args:
+        output_dir: a new folder.
+        given: the names of the options that were given.
+
+    Raises:
+        UserError: an option, the text or the folder cannot be used; no folder is left.
+    """
+    run.check()
+    refuse_what_is_fixed(run, given, fixed_by_model=())
+    if corpus_is_prepared(run):
+        raise UserError(f"corpus {run.text_paths()}: is prepared already; give its text")
+    with new_folder(Path(output_dir)) as folder:
+        text = prepare_with_tokenizer(run)
+        write_prepared_folder(text, folder)
+    return PrepareResult(output_dir=Path(output_dir), counts=text.counts(), account=[*text.account])
 
 
 def prepare_with_tokenizer(run: TextConfig) -> PreparedText:

@@ -70,12 +70,16 @@ class Learner:
         self.accelerator = accelerator
         self.model = model
         self.run = run
+        if accelerator.is_fsdp2:
+            processes.share_weights(model, accelerator)  # only the main process may have read them
+            shards.shard(model, accelerator.state.fsdp_plugin)
+            self.wrapped_model = model
+        else:
+            self.wrapped_model = accelerator.prepare(model)
+        # After FSDP2 has replaced the parameters. Without Accelerate's wrappers: see `_update_weights`.
         self.optimizers = make_optimizers(
             model, run.optim, run.learning_rate, run.weight_decay, (run.adam_beta1, run.adam_beta2), run.adam_epsilon
         )
-        # FSDP2 gives the optimizers its own parameters. They are called without Accelerate's wrappers: see
-        # `_update_weights`.
-        self.wrapped_model, *_ = accelerator.prepare(model, *self.optimizers)
         self.average = MovingAverage(model, run.ema_decay) if run.ema_decay else None
         self.fresh_scaler = accelerator.scaler.state_dict() if accelerator.scaler else None
         # Captured here, by name: FSDP2 swaps parameter objects between forward and backward.
@@ -133,17 +137,15 @@ class Learner:
             is_synced = number == len(micro_batches) or accelerator.is_fsdp2
             with contextlib.nullcontext() if is_synced else accelerator.no_sync(model):
                 with accelerator.autocast():
-                    # FSDP2 makes the shards of a layer whole only when the layer is called. The loss without logits
-                    # does not call the decoder, and would read a shard.
-                    outputs = model(**batch, **divisors, skip_logits=not accelerator.is_fsdp2)
+                    outputs = model(**batch, **divisors, skip_logits=True)
                 # DDP and FSDP2 average gradients over the processes; the factor turns the average into the sum.
                 accelerator.backward(outputs.loss * accelerator.num_processes)
             # A model with the MLM head alone has only `loss`. With a second head, `nsp_loss` is that of NSP or SOP.
             mlm_loss = outputs.get("mlm_loss", outputs.loss)
             pair_loss = outputs.get("nsp_loss", torch.zeros_like(outputs.loss))
             losses += torch.stack([mlm_loss, pair_loss]).detach()
-        # `clip_grad_norm_` also unscales the gradients, of all optimizers, where fp16 has a scaler.
-        norm = shards.full_tensor(accelerator.clip_grad_norm_(model.parameters(), self.run.max_grad_norm))
+        accelerator.unscale_gradients(self.optimizers)  # with fp16's scaler
+        norm = shards.full_tensor(nn.utils.clip_grad_norm_(model.parameters(), self.run.max_grad_norm))
         # Reduced over all processes, so that every process skips the same steps.
         mlm_loss, pair_loss = accelerator.reduce(losses, "sum")
         # In the order of `StepStats`. All at once, as each number that is read from a GPU makes the CPU wait for it.

@@ -7,9 +7,8 @@ import json
 import logging
 import math
 import statistics
-import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
@@ -20,7 +19,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from tqdm.auto import tqdm
 
 from d2l_bert import folders
-from d2l_bert.messages import GO_ON, READ_ERRORS, UserError, explained, launched_rank, writing
+from d2l_bert.messages import GO_ON, READ_ERRORS, UserError, explained, launched_rank, shows_bars, writing
 from d2l_bert.model_cards.figures import INITIAL_LOSS
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.pair_tasks import PAIR_TASKS, pair_task, unit
@@ -184,6 +183,7 @@ class RunLog:
         run: the options, with the number of steps (`max_steps`).
         progress: how far the run has come. At step 0 the log of an earlier run is replaced.
         rows_of_checkpoint: how many rows the log had when the checkpoint was saved that the run goes on from.
+        callbacks: functions that get each row as it is written, in the main process.
 
     Attributes:
         rows: the rows of the log.
@@ -202,11 +202,13 @@ class RunLog:
         architecture: D2lBertConfig,
         progress: Progress,
         rows_of_checkpoint: int = 0,
+        callbacks: Sequence[Callable[[dict], object]] = (),
     ):
         self.accelerator = accelerator
         self.path = folder / LOG_FILE
         self.architecture = architecture
         self.progress = progress
+        self.callbacks = callbacks
         self.max_steps = run.max_steps
         self.task = PAIR_TASKS.get(run.objective)
         self.unit = unit(self.task)
@@ -227,7 +229,7 @@ class RunLog:
             initial=progress.step,
             desc="training",
             unit="step",
-            disable=not sys.stderr.isatty() or bool(launched_rank()),
+            disable=not shows_bars() or bool(launched_rank()),
             dynamic_ncols=True,
             bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left",
         )
@@ -359,6 +361,12 @@ class RunLog:
             send_to_trackers(self.accelerator, row)  # processes but the main one have no trackers
         level = logging.WARNING if kind_of(row) == "skipped" else logging.INFO
         logger.log(level, line_of(row, self.max_steps))
+        if self.callbacks:
+            on_main(self._call_back, row)
+
+    def _call_back(self, row):
+        for callback in self.callbacks:
+            callback(dict(row))
 
     def _mean_losses(self):
         """The entries of a row that are means over its steps; none if no step counts."""

@@ -7,14 +7,14 @@ import itertools
 import logging
 import re
 import runpy
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from transformers.utils import logging as transformers_logging
 
 from d2l_bert import folders
 from d2l_bert.messages import GO_ON, UserError, explained, is_out_of_memory, report
@@ -43,30 +43,33 @@ from d2l_bert.training.words_seen import WordSaver, word_marks
 logger = logging.getLogger(__name__)
 
 
-@processes.restore_host_settings()
-def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
+@dataclasses.dataclass(frozen=True)
+class PretrainResult:
     """
-    Pretrain a BERT from text.
-
-    The settings of the allocator, which the command makes for its whole process (`commands.keep_freed_memory`), are
-    left to the calling program. Processes of a launched program stay connected when the run ends.
+    What a run has left.
 
     Args:
-        architecture: the model's configuration; `vocab_size` is replaced by the size of the tokenizer. With
-            `init_from` it must be `D2lBertConfig.from_pretrained(run.init_from)`, with any dropout.
-        run: all other options.
+        output_dir: the output folder, with the model, its tokenizer, code and card, `run_config.json`, `metrics.json`,
+            the log, the curves and the checkpoints. `from_pretrained` loads it. None after a dry run.
+        metrics: the content of metrics.json: `eval_mlm_loss` and the like. Of a dry run `max_steps`, `train_seconds`,
+            `train_memory_mb`, `checkpoint_mb` and `parameters`.
+        log: the rows of the training log; [] after a dry run.
+    """
 
-    Returns:
-        The output folder, with the model, its tokenizer, code and card, `run_config.json`, `metrics.json`, the log,
-        the curves and the checkpoints. `from_pretrained` loads the folder. None after a dry run.
+    output_dir: Path | None
+    metrics: dict = dataclasses.field(repr=False)
+    log: list[dict] = dataclasses.field(repr=False)
 
-    Raises:
-        UserError: something that the user can fix, in one line.
-        SystemExit: a signal stopped the run; a checkpoint is saved if the run had done a step. Or, in a run of several
-            processes, another process has raised an error, and shows it.
+
+@processes.restore_host_settings()
+def pretrain(
+    architecture: D2lBertConfig, run: PretrainConfig, callbacks: Sequence[Callable[[dict], object]] = ()
+) -> PretrainResult:
+    """
+    Pretrain a BERT from text, with all options decided: `functions.pretrain` says what each argument is, what is
+    raised, and what stays as it is when the run ends.
     """
     processes.start_processes()
-    transformers_logging.disable_progress_bar()  # Transformers shows a bar for each file that it saves
     with lost_processes_explained(), contextlib.ExitStack() as stack:
         with together():
             trackers = check_options(architecture, run)
@@ -75,6 +78,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
             accelerator = devices.make_accelerator(run.mixed_precision, log_with=trackers, project_dir=folder)
             run = devices.with_defaults(run, architecture, accelerator)
             run.check()  # the launcher's precision, too, must go with the other options
+        devices.use_flash_attention_3(run, accelerator)
         if accelerator.device.type == "cuda" and accelerator.mixed_precision == "no":
             torch.set_float32_matmul_precision("high")  # TF32, with 10 bits of mantissa
         if not run.dry_run:  # a dry run writes nothing
@@ -96,8 +100,7 @@ def pretrain(architecture: D2lBertConfig, run: PretrainConfig) -> Path | None:
         architecture.pad_token_id = text.tokenizer.pad_token_id
         text.tokenizer.model_max_length = architecture.max_position_embeddings
         with lack_of_memory_explained():
-            train(run, architecture, text, accelerator, folder, resumed)
-    return None if run.dry_run else folder
+            return train(run, architecture, text, accelerator, folder, resumed, callbacks)
 
 
 def check_options(architecture: D2lBertConfig, run: PretrainConfig) -> list[str] | None:
@@ -151,15 +154,15 @@ def train(
     accelerator: Accelerator,
     folder: Path,
     resumed: Checkpoint | None,
-) -> None:
+    callbacks: Sequence[Callable[[dict], object]],
+) -> PretrainResult:
     """
     Build the model, train it to its last step, and write everything that the run leaves to its folder.
 
     The run starts from step 0, or goes on from a checkpoint. A dry run ends before the first step.
 
     Raises:
-        SystemExit: a signal stopped the run, and a checkpoint is saved if it had done a step; or another process has
-            shown an error.
+        KeyboardInterrupt, SystemExit: as in `functions.pretrain`.
         UserError: for example the text has no pair, memory ran out, training diverged, or the disk is full.
     """
     ranks = Ranks(accelerator.num_processes, accelerator.process_index)
@@ -184,8 +187,7 @@ def train(
             if resumed:
                 check_place(steps, resumed)
         if run.dry_run:
-            report_dry_run(run, learner, steps, int(text.train.words_before[-1]))
-            return
+            return report_dry_run(run, learner, steps, int(text.train.words_before[-1]))
         record = run_folder.make_record(run, architecture, text, accelerator)
         on_main(run_folder.start_folder, folder, record, progress.step)
         on_main(write_account, folder, text.account)
@@ -194,7 +196,7 @@ def train(
         on_main(word_saver.delete_outdated)
         on_main(start_trackers, accelerator, folder, record, progress.step)
         rows_of_checkpoint = resumed.state["rows"] if resumed else 0
-        log = RunLog(accelerator, folder, run, architecture, progress, rows_of_checkpoint)
+        log = RunLog(accelerator, folder, run, architecture, progress, rows_of_checkpoint, callbacks)
         checkpoint_saver = CheckpointSaver(learner, folder, text.tokenizer, run, identity, progress, resumed)
         stop = StopSignals(accelerator)
         loop = Loop(
@@ -225,7 +227,9 @@ def train(
     report.info(on_main(run_folder.finish_folder, folder, text, record, model, metrics, log.rows, held_out))
     if run.push_to_hub:
         report.info(on_main(publish_run, folder, run.hub_model_id, run.known_license(), not run.hub_private_repo))
+    metrics = on_main(run_folder.read_metrics, folder)
     processes.shut_down(accelerator)
+    return PretrainResult(output_dir=folder, metrics=metrics, log=log.rows)
 
 
 @dataclasses.dataclass
@@ -297,6 +301,8 @@ class Loop:
                     self.word_saver.save_due()
                 if "save" in due and (is_last or not is_skipped):
                     self.checkpoint_saver.save(len(log.rows))
+                if due:
+                    devices.free_unused_memory(self.learner.accelerator.device)
 
     def must_evaluate_first(self) -> bool:
         """Whether the model is to be evaluated as it is now, before the next step."""
@@ -324,7 +330,8 @@ class Loop:
         second one of the same step.
 
         Raises:
-            SystemExit: always, with 128 plus the number of the signal: 143 after SIGTERM, 130 after Ctrl-C.
+            KeyboardInterrupt: after Ctrl-C.
+            SystemExit: after SIGTERM, with 128 plus the number of the signal, 143.
         """
         self.log.write_row()
         saver = self.checkpoint_saver
@@ -344,6 +351,8 @@ class Loop:
                 f"{name}: stopped; nothing is lost; start with the same command and --resume_from_checkpoint latest"
             )
         processes.shut_down(self.learner.accelerator)
+        if self.stop.agreed_signal == signal.SIGINT:
+            raise KeyboardInterrupt
         raise SystemExit(128 + self.stop.agreed_signal)
 
 
@@ -397,7 +406,7 @@ def check_place(steps: TrainingSteps, resumed: Checkpoint) -> None:
         steps.check_place(progress.step, progress.cursor, progress.words_seen)
 
 
-def report_dry_run(run: PretrainConfig, learner: Learner, steps: TrainingSteps, text_words: int) -> None:
+def report_dry_run(run: PretrainConfig, learner: Learner, steps: TrainingSteps, text_words: int) -> PretrainResult:
     """Time some steps of each stage, and say how long the run takes, and how much memory and disk; keep nothing."""
     seconds, words = schedule.time_steps(learner, steps)
     memory = used_memory(learner.accelerator.device)
@@ -412,6 +421,14 @@ def report_dry_run(run: PretrainConfig, learner: Learner, steps: TrainingSteps, 
         f"dry run: a checkpoint takes {megabytes:,.0f} MB, and {run.save_total_limit} are kept\n"
         f"dry run: text and steps went well; nothing is kept"
     )
+    metrics = {
+        "max_steps": run.max_steps,
+        "train_seconds": seconds,
+        "train_memory_mb": memory,
+        "checkpoint_mb": megabytes,
+        "parameters": parameters,
+    }
+    return PretrainResult(output_dir=None, metrics=metrics, log=[])
 
 
 @contextlib.contextmanager

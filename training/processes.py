@@ -6,6 +6,7 @@ import datetime
 import functools
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -13,10 +14,14 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import broadcast, parse_flag_from_env
-from huggingface_hub.utils.tqdm import progress_bar_states
-from transformers.utils import logging as transformers_logging
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+)
 
 from d2l_bert.messages import UserError, explained
+from d2l_bert.tokenization.model_files import without_bars
 
 
 logger = logging.getLogger(__name__)
@@ -36,6 +41,10 @@ STEP_TIMEOUT = datetime.timedelta(minutes=10)
 HOSTS_TIMEOUT = datetime.timedelta(hours=3)
 
 
+# Held while Accelerate fills in the state that its objects share, of which another thread would see a part.
+_CONNECTING = threading.Lock()
+
+
 def start_processes() -> PartialState:
     """
     Connect the launched processes of a run, unless they are connected already; `together` needs that.
@@ -50,7 +59,8 @@ def start_processes() -> PartialState:
             raise UserError(f"{name} is not supported; launch with FSDP2, which shards a model over GPUs as well")
     has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not has_gpu  # Accelerate reads the variable only later
-    state = PartialState(cpu=on_cpu, timeout=STEP_TIMEOUT)
+    with _CONNECTING:
+        state = PartialState(cpu=on_cpu, timeout=STEP_TIMEOUT)
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched != state.num_processes:
         raise UserError(
@@ -183,27 +193,51 @@ def shut_down(accelerator: Accelerator) -> None:
         time.sleep(0.2)  # time for gloo's threads to free their last tensors
 
 
+# Held while a run goes on in this process.
+_RUN = threading.Lock()
+
+
 @contextlib.contextmanager
 def restore_host_settings() -> Iterator[None]:
     """
-    Restore, when the block ends or fails, the settings of the whole process that a run changes.
+    Restore, when the block ends or fails, the settings of the whole process that a run changes. One run at a time can
+    change them.
 
-    These are the state that all `Accelerator` objects share, such as mixed precision and gradient accumulation, the
-    kernels that PyTorch may choose (`make_accelerator`), and the progress bars of Transformers and huggingface_hub.
+    These are the state that all `Accelerator` objects share, such as mixed precision and gradient accumulation, and
+    the kernels that PyTorch may choose (`devices.make_accelerator`, `devices.use_flash_attention_3`). Within the block
+    Transformers shows no bars.
     PyTorch's global RNG is not restored: a run seeds it.
+
+    Raises:
+        UserError: another thread is in such a block, or this one is, as in a callback of a run.
     """
-    shared = [AcceleratorState._shared_state, GradientState._shared_state, progress_bar_states]  # dicts
+    if not _RUN.acquire(blocking=False):
+        raise UserError("another run goes on in this process; wait for its end, or start a process for each run")
+    try:
+        with _settings_restored():
+            yield
+    finally:
+        _RUN.release()
+
+
+@contextlib.contextmanager
+def _settings_restored():
+    """The block of `restore_host_settings`, without its lock."""
+    shared = [AcceleratorState._shared_state, GradientState._shared_state]  # dicts
     before = [dict(state) for state in shared]
-    has_bars = transformers_logging.is_progress_bar_enabled()
     precision = torch.get_float32_matmul_precision()
     has_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    flash_attention = current_flash_attention_impl()
     try:
-        yield
+        with without_bars():
+            yield
     finally:
-        if has_bars:
-            transformers_logging.enable_progress_bar()  # also enables huggingface_hub's bars, which are restored below
         for state, content in zip(shared, before, strict=True):
             state.clear()
             state.update(content)
         torch.set_float32_matmul_precision(precision)
         torch.backends.cuda.enable_cudnn_sdp(has_cudnn)
+        if current_flash_attention_impl() != flash_attention:
+            restore_flash_attention_impl()  # PyTorch's own
+            if flash_attention is not None:
+                activate_flash_attention_impl(flash_attention)

@@ -4,8 +4,9 @@ import dataclasses
 import shlex
 from collections.abc import Callable
 
+from d2l_bert.messages import UserError, explained
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
-from d2l_bert.options import flag, flags
+from d2l_bert.options import check_names, flag, flags, plain
 from d2l_bert.training.config import FREE_FIELDS, LENGTH_OPTIONS, PretrainConfig
 
 
@@ -189,6 +190,37 @@ def override_options(run: PretrainConfig, changes: dict) -> PretrainConfig:
         changes.setdefault("attention_init", "normal")
         changes.setdefault("learning_rate", GO_ON_SHARE * run.learning_rate)
     return dataclasses.replace(run, **changes)
+
+
+def resolve(recipe: str, given: dict) -> tuple[D2lBertConfig, PretrainConfig]:
+    """
+    The architecture and the options of a run that follow from a recipe and the options beside it.
+
+    Args:
+        recipe: a name in `RECIPES`.
+        given: options of `PretrainConfig` and fields of the architecture, by name.
+
+    Raises:
+        UserError: there is no such recipe; or an option contradicts the prepared folder, the tokenizer or the model
+            that another option gives.
+    """
+    # Not for the command's help, which this would delay.
+    from d2l_bert.training.initialize import read_architecture, refuse_what_is_fixed
+
+    if recipe not in RECIPES:
+        raise UserError(f"recipe {recipe!r:.100}: there is none of this name; give one of {', '.join(RECIPES)}")
+    architecture, run = RECIPES[recipe]()
+    of_architecture = {name: plain(given[name]) for name in architecture_options() if name in given}
+    of_run = {name: value for name, value in given.items() if name not in of_architecture}
+    check_names(PretrainConfig, of_run)
+    run = override_options(run, of_run)
+    run.check_values()  # an empty path would be looked up as the working directory
+    fixed_by_model = [name for name in architecture_options() if name not in FREE_FIELDS]
+    refuse_what_is_fixed(run, given, fixed_by_model)
+    if run.init_from is not None:
+        architecture = read_architecture(run.init_from)
+    with explained("the architecture", "", ValueError):
+        return type(architecture)(**{**architecture.to_dict(), **of_architecture}), run
 
 
 def _after_last_none(entries):

@@ -83,7 +83,7 @@ def check_output_folder(run, folder: Path, start_model: str | None, is_finetunin
     is_of_finetuning = "finetune" in read_record(folder / card.RUN_FILE)
     if is_of_finetuning != is_finetuning:
         raise UserError(f"{place}: holds a run of another command; name a new or empty folder")
-    ways_out = "replace it with --overwrite_output_dir, or name another folder"
+    ways_out = "replace it with overwrite_output_dir, or name another folder"
     wanted = run.resume_from_checkpoint  # None, "latest" or a checkpoint
     if run.overwrite_output_dir:
         if wanted:
@@ -99,7 +99,7 @@ def check_output_folder(run, folder: Path, start_model: str | None, is_finetunin
     if not is_finetuning and _is_finished_without_checkpoint(folder, entries):
         raise UserError(f"{place}: holds a finished run and no checkpoint to go on from; {ways_out}")
     if wanted is None:
-        raise UserError(f"{place}: holds a run; go on with --resume_from_checkpoint latest, {ways_out}")
+        raise UserError(f"{place}: holds a run; go on with resume_from_checkpoint latest, {ways_out}")
     # "latest": the run goes on.
 
 
@@ -354,6 +354,11 @@ def _filled_masks(folder, text, config):
         output = [{"label": guess["token_str"], "score": round(guess["score"], 4)} for guess in best]
         predictions.append({"text": sentence, "output": output})
     return predictions
+
+
+def read_metrics(folder: Path) -> dict:
+    """The content of `metrics.json` in a finished folder. A figure may be NaN."""
+    return read_record(folder / card.METRICS_FILE, allow_nan=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

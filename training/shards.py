@@ -1,9 +1,27 @@
-"""Shards of FSDP2: full tensors and whole models of them."""
+"""Shards of FSDP2: made of a model, and made full tensors and whole models again."""
 
 import torch
+from accelerate import FullyShardedDataParallelPlugin
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+
+
+def shard(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> None:
+    """
+    Replace the parameters of a model by shards: of each encoder block as a unit, and of all others as one unit.
+
+    Accelerate would also make units of the embeddings and the decoder. The weights of a unit are whole only after its
+    module is called, and the loss without logits reads the decoder's weight without a call. Here the decoder is in the
+    unit of the whole model. The parts are float32: only matrix products are bf16 or fp16, as they are without FSDP2.
+
+    Args:
+        plugin: the launcher's options.
+    """
+    options = {"offload_policy": plugin.cpu_offload}
+    for block in model.base_model.encoder.layer:
+        fully_shard(block, reshard_after_forward=plugin.reshard_after_forward, **options)
+    fully_shard(model, **options)
 
 
 def reshard(model) -> None:

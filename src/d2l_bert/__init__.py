@@ -18,14 +18,39 @@ from typing import TYPE_CHECKING
 __version__ = version("d2l-bert")
 
 if TYPE_CHECKING:  # type checkers do not see what `__getattr__` imports
+    from d2l_bert.functions import embed as embed
+    from d2l_bert.functions import evaluate as evaluate
+    from d2l_bert.functions import export as export
+    from d2l_bert.functions import finetune as finetune
+    from d2l_bert.functions import predict as predict
+    from d2l_bert.functions import prepare as prepare
+    from d2l_bert.functions import pretrain as pretrain
+    from d2l_bert.functions import publish as publish
+    from d2l_bert.functions import score as score
+    from d2l_bert.inference.config import EmbedConfig as EmbedConfig
+    from d2l_bert.inference.embed import EmbedResult as EmbedResult
     from d2l_bert.messages import UserError as UserError
+    from d2l_bert.model_cards.config import PublishConfig as PublishConfig
+    from d2l_bert.model_cards.publish import PublishResult as PublishResult
+    from d2l_bert.modeling.config import ExportConfig as ExportConfig
     from d2l_bert.modeling.configuration_d2l_bert import *  # noqa: F403
+    from d2l_bert.modeling.export import ExportResult as ExportResult
     from d2l_bert.modeling.modeling_d2l_bert import *  # noqa: F403
     from d2l_bert.pair_tasks import NextSentencePredictionPipeline as NextSentencePredictionPipeline
     from d2l_bert.pair_tasks import PretrainingLoss as PretrainingLoss
+    from d2l_bert.tokenization.config import TextConfig as TextConfig
     from d2l_bert.tokenization.wordpiece import train_wordpiece as train_wordpiece
     from d2l_bert.training.config import PretrainConfig as PretrainConfig
-    from d2l_bert.training.pretrain import pretrain as pretrain
+    from d2l_bert.training.evaluation.config import EvaluateConfig as EvaluateConfig
+    from d2l_bert.training.evaluation.evaluate import EvaluateResult as EvaluateResult
+    from d2l_bert.training.finetuning.config import FinetuneConfig as FinetuneConfig
+    from d2l_bert.training.finetuning.config import PredictConfig as PredictConfig
+    from d2l_bert.training.finetuning.config import ScoreConfig as ScoreConfig
+    from d2l_bert.training.finetuning.predict import PredictResult as PredictResult
+    from d2l_bert.training.finetuning.score import Score as Score
+    from d2l_bert.training.finetuning.train import FinetuneResult as FinetuneResult
+    from d2l_bert.training.initialize import PrepareResult as PrepareResult
+    from d2l_bert.training.pretrain import PretrainResult as PretrainResult
     from d2l_bert.training.recipes import RECIPES as RECIPES
 
 # The module of each public name. `__getattr__` imports it at the first use, not `import d2l_bert`.
@@ -41,12 +66,37 @@ _MODULES = {
     "D2lBertForTokenClassification": "modeling.modeling_d2l_bert",
     "D2lBertModel": "modeling.modeling_d2l_bert",
     "D2lBertPreTrainedModel": "modeling.modeling_d2l_bert",
+    "EmbedConfig": "inference.config",
+    "EmbedResult": "inference.embed",
+    "EvaluateConfig": "training.evaluation.config",
+    "EvaluateResult": "training.evaluation.evaluate",
+    "ExportConfig": "modeling.config",
+    "ExportResult": "modeling.export",
+    "FinetuneConfig": "training.finetuning.config",
+    "FinetuneResult": "training.finetuning.train",
     "NextSentencePredictionPipeline": "pair_tasks",
+    "PredictConfig": "training.finetuning.config",
+    "PredictResult": "training.finetuning.predict",
+    "PrepareResult": "training.initialize",
     "PretrainConfig": "training.config",
+    "PretrainResult": "training.pretrain",
     "PretrainingLoss": "pair_tasks",
+    "PublishConfig": "model_cards.config",
+    "PublishResult": "model_cards.publish",
     "RECIPES": "training.recipes",
+    "Score": "training.finetuning.score",
+    "ScoreConfig": "training.finetuning.config",
+    "TextConfig": "tokenization.config",
     "UserError": "messages",
-    "pretrain": "training.pretrain",
+    "embed": "functions",
+    "evaluate": "functions",
+    "export": "functions",
+    "finetune": "functions",
+    "predict": "functions",
+    "prepare": "functions",
+    "pretrain": "functions",
+    "publish": "functions",
+    "score": "functions",
     "train_wordpiece": "tokenization.wordpiece",
 }
 

@@ -17,25 +17,28 @@ import psutil
 from d2l_bert import __version__, commands, messages, options, registration
 
 
-DESCRIPTION = """\
-Raw text in, a BERT out.
-
-  d2l-bert pretrain                                   train a small BERT on Python's documentation, in a few minutes
-  d2l-bert pretrain --corpus books/ --output_dir out  train a BERT on your own text files
-  d2l-bert prepare --corpus books/ --output_dir tokens   tokenize once for many runs of pretrain --corpus tokens
-  d2l-bert evaluate out --corpus test.txt --blimp hub    losses and accuracies on a text and on minimal pairs
+EXAMPLES = """\
+examples:
+  d2l-bert prepare --corpus books/ --output_dir tokens
+  d2l-bert pretrain                                    a small BERT of Python's documentation, in a few minutes
+  d2l-bert pretrain --corpus books/ --output_dir out   a BERT of your own text files; or --corpus tokens
   d2l-bert finetune out --task text-classification --train_file train.csv --test_file test.csv
+  d2l-bert evaluate out --corpus test.txt --blimp hub
+  d2l-bert predict out-text-classification new.csv --output predicted.csv
   d2l-bert fill-mask out "The [MASK] is on the table."
   d2l-bert next-sentence out "A crane is flying." "It spreads its wings."
-  d2l-bert embed out texts.txt --output vectors.npy   a vector for each line; or --nearest "a text"
-  d2l-bert attention out "A crane is flying."         a picture of each head's attention
-  d2l-bert convert google-bert/bert-base-uncased out --from bert
-  d2l-bert export out stock                           stock BERT and ONNX, for browsers and servers
-  d2l-bert demo out                                   a page on this machine to try it on
-  d2l-bert publish out my-bert                        to the Hugging Face Hub; private unless --public
+  d2l-bert embed out texts.txt --output vectors.npy    or --nearest "a text"
+  d2l-bert attention out "A crane is flying."
+  d2l-bert demo out
+  d2l-bert convert google-bert/bert-base-uncased from-bert --from bert
+  d2l-bert export out stock
+  d2l-bert publish out my-bert                         private, unless with --public
 
-The help of one command: d2l-bert pretrain --help; all of its options: d2l-bert pretrain --help-all
+The help of one command: d2l-bert pretrain --help; all of its options: d2l-bert pretrain --help_all
 """
+
+# The flags that show help, as `with_underscores` writes them.
+HELP = {"-h", "--help", "--help_all"}
 
 
 # The exit code that a shell gives for a program that SIGPIPE has ended: the reader of its output has left.
@@ -68,15 +71,22 @@ def _run(argv):
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show becomes "?", not an error
     if argv[:1] and argv[0] in commands.COMMANDS:
-        spare_busy_cores()
+        try:
+            _check_working_folder()  # first: importing Transformers, as the options of `pretrain` do, asks for it
+        except messages.UserError as error:
+            return _show_error(argv[0], error)
+        if HELP.isdisjoint(argv):
+            spare_busy_cores()
     arguments, unknown = make_parser(argv).parse_known_args(argv)
     if unknown:
         flags = arguments.parser._option_string_actions
         similar = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
         hint = f"; did you mean {similar[0]}?" if similar else ""
+        before = argv[argv.index(unknown[0]) - 1]
+        if before in flags and options.may_stand_bare(flags[before]):
+            hint = f"; {before} takes true or false"
         arguments.parser.error(f"unknown argument {unknown[0]!r}{hint}")
     try:
-        _check_working_folder()
         with messages.messages_shown():
             registration.register()
             from transformers.utils import logging
@@ -85,7 +95,8 @@ def _run(argv):
             arguments.command(arguments)
             return 0
     except KeyboardInterrupt:
-        _say(f"d2l-bert {arguments.name}: interrupted")
+        if not messages.launched_rank():  # rank 0 speaks for all
+            _say(f"d2l-bert {arguments.name}: interrupted")
         return 130
     except BrokenPipeError as error:  # of stdout, or of a connection
         code = READER_IS_GONE if _is_reader_gone() else _show_error(arguments.name, error)
@@ -216,7 +227,15 @@ def _show_error(command, error):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with a one-line error message instead of the whole usage; with several ranks, rank 0 prints it."""
+    """
+    argparse with a one-line error message instead of the whole usage; with several ranks, rank 0 prints it. A flag of
+    true or false takes no other word for its value.
+    """
+
+    def parse_known_args(self, args=None, namespace=None):
+        if args is not None:
+            args = options.with_true_at_bare_flags(args, self._option_string_actions)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message):
         self.exit(2, None if messages.launched_rank() else f"{self.prog}: error: {message}; see {self.prog} --help\n")
@@ -227,28 +246,37 @@ def make_parser(argv: list[str]) -> argparse.ArgumentParser:
     The parser of all commands. Only the command that `argv` names has its arguments, as their defaults need imports.
 
     Args:
-        argv: the arguments: `pretrain --help` shows the defaults of the recipe that they name, and `--help-all` the
+        argv: the arguments: `pretrain --help` shows the defaults of the recipe that they name, and `--help_all` the
             options that are not common.
     """
     look = {
         "formatter_class": functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=34, width=110),
         "allow_abbrev": False,
     }
-    parser = Parser(prog="d2l-bert", description=DESCRIPTION, **look)
+    usage = "d2l-bert [-h] [--version] COMMAND ..."
+    parser = Parser(prog="d2l-bert", usage=usage, description=_description(), epilog=EXAMPLES, **look)
     parser.add_argument("--version", action="version", version=f"d2l-bert {__version__}")
-    parsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.set_defaults(parser=parser)  # a command's own takes its place
+    # `_description` lists the commands, which argparse cannot group.
+    parsers = parser.add_subparsers(prog="d2l-bert", metavar="COMMAND", required=True, help=argparse.SUPPRESS)
     for name, command in commands.COMMANDS.items():
-        text = inspect.getdoc(command.function)
-        added = parsers.add_parser(
-            name,
-            help=text.partition(".\n")[0].removesuffix("."),
-            usage=f"d2l-bert {name} {command.usage}",
-            description=text,
-            **look,
-        )
+        usage = f"d2l-bert {name} {command.usage}"
+        added = parsers.add_parser(name, usage=usage, description=inspect.getdoc(command.function), **look)
         if name in argv[:1]:
             _add_arguments(added, name, command, argv)
     return parser
+
+
+def _description():
+    """What stands above the options in `d2l-bert --help`: the commands by group, each with its first sentence."""
+    lines = ["Raw text in, a BERT out."]
+    for group in (commands.TRAIN, commands.MEASURE, commands.USE, commands.SHARE):
+        lines += ["", f"{group}:"]
+        for name, command in commands.COMMANDS.items():
+            if command.group == group:
+                sentence = inspect.getdoc(command.function).partition(".\n")[0].removesuffix(".")
+                lines.append(f"  {name:<15}{sentence}")
+    return "\n".join(lines)
 
 
 def _add_arguments(parser, name, command, argv):
@@ -268,6 +296,10 @@ def _add_arguments(parser, name, command, argv):
         config = config_class()
         parser.set_defaults(config=config)
         options.add_options(parser, config, shows_all)
+        if command.other_class:
+            other = pkgutil.resolve_name(f"d2l_bert.{command.other_class}")()
+            parser.set_defaults(other_config=other)
+            options.add_options(parser, other, shows_all, but=vars(config))
 
 
 def _add_recipe(parser, argv, shows_all):

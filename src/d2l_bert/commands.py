@@ -3,7 +3,6 @@
 Each function imports what it needs, so that a command waits for no library that only other commands use.
 """
 
-import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -19,22 +18,36 @@ from d2l_bert import folders, messages, options
 COMMANDS: dict[str, SimpleNamespace] = {}
 
 
-def command(usage: str, *arguments: tuple, one_of: tuple = (), options_class: str = "") -> Callable:
+# The groups of commands, as `d2l-bert --help` lists them.
+TRAIN, MEASURE, USE, SHARE = "train", "measure", "use", "share"
+
+
+def command(
+    group: str, usage: str, *arguments: tuple, one_of: tuple = (), options_class: str = "", other_class: str = ""
+) -> Callable:
     """
     Make a function a command. It is called with the parsed arguments. Its docstring is the command's help, and the
     first sentence stands in the list of commands.
 
     Args:
+        group: one of the groups above.
         usage: what follows the command's name.
         arguments: from `argument`.
         one_of: arguments of which exactly one must be given.
         options_class: the dataclass whose fields become flags, by its name in `d2l_bert`, by which `__main__` imports
             it: `inference.config.EmbedConfig`. `pretrain` has none: its flags are those of a recipe.
+        other_class: a dataclass whose further fields become flags, too, of a command that does two things.
     """
 
     def add(function):
         COMMANDS[function.__name__.removesuffix("_command").replace("_", "-")] = SimpleNamespace(
-            function=function, usage=usage, arguments=arguments, one_of=one_of, options_class=options_class
+            function=function,
+            group=group,
+            usage=usage,
+            arguments=arguments,
+            one_of=one_of,
+            options_class=options_class,
+            other_class=other_class,
         )
         return function
 
@@ -56,15 +69,18 @@ MODEL = argument("model", "MODEL", MODEL_HELP)
 MODELS = argument("model", "MODEL", MODEL_HELP, nargs="+")
 
 
-def given_options(arguments) -> dict:
+def given_options(arguments, config=None) -> dict:
     """
     The options of the command that were given, by name.
 
     The parser leaves a flag that is not given out of the arguments (`argparse.SUPPRESS`). An argument without dashes,
     such as MODEL, is given, and fills the field of its name.
+
+    Args:
+        config: the object whose fields they are; None for `arguments.config`.
     """
     given = {}
-    for field in dataclasses.fields(arguments.config):
+    for field in dataclasses.fields(config or arguments.config):
         if field.name in arguments:
             given[field.name] = getattr(arguments, field.name)
     return given
@@ -80,6 +96,7 @@ def config_of(arguments):
 
 
 @command(
+    TRAIN,
     "--output_dir DIR [OPTIONS] | --check DIR...",
     one_of=(
         argument("--output_dir", "DIR", "a new folder to write into"),
@@ -94,41 +111,42 @@ def prepare_command(arguments) -> None:
     on DIR, also on a copy on another machine: d2l-bert pretrain --corpus DIR. Several machines can prepare a corpus in
     parts, each with --tokenizer of the first: d2l-bert pretrain --corpus DIR DIR2 ... trains on all of them.
     """
-    from d2l_bert.tokenization import prepared_folder
-    from d2l_bert.training.initialize import prepare_with_tokenizer
+    from d2l_bert import functions
+    from d2l_bert.tokenization.prepared_folder import check_prepared_folders
 
-    run = config_of(arguments)
+    given = given_options(arguments)
     if arguments.check:
-        for name in given_options(arguments):
+        for name in given:
             raise messages.UserError(
                 f"{name} is for preparing a text, and check reads folders that are prepared; leave it out"
             )
-        messages.show(prepared_folder.check_prepared_folders([Path(folder) for folder in arguments.check]))
+        messages.show(check_prepared_folders([Path(folder) for folder in arguments.check]))
         return
-    run.check()
-    _refuse_what_is_fixed(arguments, run)
-    if prepared_folder.corpus_is_prepared(run):
-        raise messages.UserError(f"corpus {run.text_paths()}: is prepared already; give its text")
-    with folders.new_folder(Path(arguments.output_dir)) as folder:
-        text = prepare_with_tokenizer(run)
-        prepared_folder.write_prepared_folder(text, folder)
-    messages.show(f"train on it: d2l-bert pretrain --corpus {arguments.output_dir}")
+    messages.show(functions.prepare(output_dir=arguments.output_dir, **given).report)
 
 
-@command("[OPTIONS]")
+@command(TRAIN, "[OPTIONS]")
 def pretrain_command(arguments) -> None:
     """Pretrain a BERT from text.
 
     Without any option, the recipe tiny is trained on the documentation that is installed with Python, in a few
     minutes. The output folder then holds the model, the tokenizer, the model card and a record of the run.
     """
-    from d2l_bert.training import pretrain, processes
+    from d2l_bert import functions
 
-    processes.start_processes()
-    with processes.together():
-        architecture, run = resolve_pretrain(arguments)
     keep_freed_memory()  # before the text is read: reading frees one large piece of memory, which the steps then use
-    pretrain.pretrain(architecture, run)
+    functions.pretrain(**options_of_pretrain(arguments))
+
+
+def options_of_pretrain(arguments) -> dict:
+    """The recipe, the options and the fields of the architecture that were given to `pretrain`, by name."""
+    from d2l_bert.training.recipes import architecture_options
+
+    given = given_options(arguments)
+    for name in architecture_options():
+        if name in arguments:
+            given[name] = getattr(arguments, name)
+    return given
 
 
 def keep_freed_memory() -> None:
@@ -151,82 +169,79 @@ def keep_freed_memory() -> None:
             libc.mallopt(-3, 2**25)  # an older glibc allows 32 MiB
 
 
-def resolve_pretrain(arguments) -> tuple:
-    """
-    The architecture (a `D2lBertConfig`) and the run (a `PretrainConfig`) that the arguments of `pretrain` ask for.
-
-    Raises:
-        UserError: a flag contradicts the prepared folder, the tokenizer or the model that another flag gives.
-    """
-    from d2l_bert.training import initialize, recipes
-
-    run = recipes.override_options(arguments.config, given_options(arguments))
-    run.check_values()  # an empty path would be looked up as the working directory
-    _refuse_what_is_fixed(arguments, run)
-    architecture = arguments.architecture
-    if run.init_from is not None:
-        architecture = initialize.read_architecture(run.init_from)
-    fields = architecture.to_dict()
-    for name in recipes.architecture_options():
-        if name in arguments:
-            fields[name] = getattr(arguments, name)
-    with messages.explained("the architecture", "", ValueError):
-        changed_architecture = type(architecture)(**fields)
-    return changed_architecture, run
-
-
-def _refuse_what_is_fixed(arguments, run):
-    """Refuse a flag whose value follows from the model, the tokenizer or the prepared folder that the run names."""
-    from d2l_bert.tokenization.prepared_folder import fixed_options
-    from d2l_bert.training.config import FREE_FIELDS
-    from d2l_bert.training.recipes import architecture_options
-
-    fixed = fixed_options(run)
-    if run.init_from is not None:
-        for name in architecture_options():
-            if name not in FREE_FIELDS:
-                fixed[name] = f"the model in init_from ({run.init_from})"
-    for name, by in fixed.items():
-        if name in arguments:
-            raise messages.UserError(f"{name} is fixed by {by}; leave {name} out")
-
-
 @command(
-    "MODEL... (--corpus PATH... | --dataset ID... | --blimp DIR) [OPTIONS]",
+    MEASURE,
+    "MODEL... (--corpus PATH... | --dataset ID... | --blimp DIR | --test_file FILE) [OPTIONS]",
     MODELS,
     options_class="training.evaluation.config.EvaluateConfig",
+    other_class="training.finetuning.config.ScoreConfig",
 )
 def evaluate_command(arguments) -> None:
-    """Measure models on a text and on minimal pairs.
+    """Measure models on a text, on minimal pairs, or on labelled rows.
 
     MODEL is any masked language model that AutoModelForMaskedLM loads, a folder or an id on the Hub: a d2l-bert model,
     a stock BERT, a RoBERTa, ... A text gives the MLM loss, perplexity and accuracies, those of NSP or SOP for a model
     with that head, and the pseudo-perplexity of a word; --blimp gives accuracies on minimal pairs. docs/evaluate.md
     defines every figure.
-    """
-    from d2l_bert.training.evaluation.evaluate import evaluate
 
-    evaluate(arguments.model, config_of(arguments))
+    A model that d2l-bert finetune has left is measured on labelled rows, a table as for finetune, by --test_file: its
+    figures with their standard errors, the confusion of classes, and the rows that are wrong.
+    """
+    if "test_file" in arguments:
+        _score_command(arguments)
+        return
+    for name in given_options(arguments, arguments.other_config):
+        if not hasattr(arguments.config, name):
+            raise messages.UserError(f"{name} is for labelled rows; give them with --test_file, or leave {name} out")
+    from d2l_bert import functions
+
+    functions.evaluate(arguments.model, config=config_of(arguments), on_line=print)
+
+
+def _score_command(arguments):
+    """`evaluate --test_file`."""
+    from d2l_bert import functions
+
+    for name in given_options(arguments, arguments.config):
+        if not hasattr(arguments.other_config, name):
+            raise messages.UserError(f"{name} is not for labelled rows, and test_file gives some; leave {name} out")
+    if len(arguments.model) > 1:
+        raise messages.UserError("test_file is for one model; name one")
+    config = dataclasses.replace(arguments.other_config, **given_options(arguments, arguments.other_config))
+    messages.report.info(functions.score(arguments.model[0], config=config).report)
 
 
 @command(
-    "MODEL --task TASK --train_file FILE [OPTIONS]", MODEL, options_class="training.finetuning.config.FinetuneConfig"
+    TRAIN,
+    "MODEL --task TASK --train_file FILE [OPTIONS]",
+    MODEL,
+    options_class="training.finetuning.config.FinetuneConfig",
 )
 def finetune_command(arguments) -> None:
     """Train a pretrained model for a task.
 
     MODEL is a folder or an id on the Hub: a d2l-bert model or any stock encoder. The files are tables (.csv, .tsv,
-    .jsonl, .parquet, .json, .conll) with columns of texts and labels. The output folder then holds the model, the
-    figures of every seed, the predictions for the test rows, pictures and a model card. docs/finetune.md has a command
-    for each kind of task.
+    .jsonl, .parquet, .json, .conll). Their columns by --task, unless options name others:
+
+      text-classification         text, and text_pair if it is there; label
+      multi_label_classification  text, and text_pair if it is there; label, or several columns of 0 and 1
+      regression                  text, and text_pair if it is there; label, a number
+      token-classification        tokens or words; ner_tags, tags, labels or label, with a tag for each word
+      question-answering          question; context; answers
+      multiple-choice             context, question or both; choices; label
+
+    The output folder then holds the model, the figures of every seed, the predictions for the test rows, pictures and
+    a model card. docs/finetune.md has a command for each task.
+    Needs pip install 'd2l-bert[finetune]'.
     """
-    from d2l_bert.training.finetuning.train import finetune
+    from d2l_bert import functions
 
     keep_freed_memory()
-    finetune(config_of(arguments))
+    functions.finetune(arguments.model, config=config_of(arguments))
 
 
 @command(
+    USE,
     "MODEL FILE --output FILE [OPTIONS]",
     MODEL,
     argument("file", "FILE", "rows to predict: a table, or a text in each line; - for stdin"),
@@ -239,9 +254,12 @@ def predict_command(arguments) -> None:
     texts have the names of the training, or a text file with a text in each line. The output has the columns of FILE,
     the predictions and their probabilities. Labels in FILE are not read.
     """
-    from d2l_bert.training.finetuning.predict import predict
+    from d2l_bert import functions
 
-    messages.show(predict(arguments.model, arguments.file, config_of(arguments)))
+    config = config_of(arguments)
+    if config.output is None:
+        raise messages.UserError("output is missing: give --output a name that ends in .csv, .jsonl or .parquet")
+    messages.show(functions.predict(arguments.model, arguments.file, config).report)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -249,6 +267,7 @@ def predict_command(arguments) -> None:
 
 
 @command(
+    USE,
     "MODEL TEXT... [--top_k N]",
     MODEL,
     argument("text", "TEXT", 'such as "It was a [MASK] night."', nargs="+"),
@@ -263,6 +282,7 @@ def fill_mask_command(arguments) -> None:
 
 
 @command(
+    USE,
     "MODEL A B",
     MODEL,
     argument("first", "A", "a text"),
@@ -281,6 +301,7 @@ def next_sentence_command(arguments) -> None:
 
 
 @command(
+    USE,
     "MODEL FILE --output FILE | --nearest TEXT [OPTIONS]",
     MODEL,
     argument("file", "FILE", "a file with a text in each line; - for stdin"),
@@ -293,12 +314,16 @@ def embed_command(arguments) -> None:
     .tsv or .parquet file each row counts as a line. Row i of the output belongs to line i, also if the line is empty.
     Vectors are those of sentence-transformers with the same pooling. MODEL is a d2l-bert model or any other encoder.
     """
-    from d2l_bert.inference.embed import embed
+    from d2l_bert import functions
 
-    messages.show(embed(arguments.model, arguments.file, config_of(arguments)))
+    config = config_of(arguments)
+    if config.output is None and not config.nearest:
+        raise messages.UserError("nothing to do: give --output FILE for the vectors, or --nearest TEXT, or both")
+    messages.show(functions.embed(arguments.model, arguments.file, config).report)
 
 
 @command(
+    USE,
     "MODEL TEXT [TEXT_B] [--output FILE.png] [--layer N] [--head N] | MODEL TEXT TEXT_B --word WORD",
     MODEL,
     argument("first", "TEXT", "a text"),
@@ -334,6 +359,7 @@ def attention_command(arguments) -> None:
 
 
 @command(
+    SHARE,
     "SRC DST --from d2l --num_attention_heads N [--vocab FILE] | --from bert | --to bert | --to d2l",
     argument("source", "SRC", "the checkpoint: a file, a folder, or an id on the Hub"),
     argument("target", "DST", "a new folder to write into"),
@@ -380,6 +406,7 @@ def convert_command(arguments) -> None:
 
 
 @command(
+    SHARE,
     "MODEL DIR [--task NAME] [OPTIONS]",
     argument("source", "MODEL", MODEL_HELP),
     argument("target", "DIR", "a new folder to write into"),
@@ -393,28 +420,13 @@ def export_command(arguments) -> None:
     with the model. d2l-bert publish sends DIR.
     Needs pip install 'd2l-bert[onnx]'.
     """
-    from d2l_bert.inference.page import copy_runtime, write_page
-    from d2l_bert.model_cards.card import carry_card
-    from d2l_bert.modeling.export import export
+    from d2l_bert import functions
 
-    config = config_of(arguments)
-    target = Path(arguments.target)
-    config.check()
-    with folders.new_folder(Path(config.page)) if config.page else contextlib.nullcontext() as page:
-        if page:  # first, as it may not be there
-            copy_runtime(page, config.runtime)
-        with folders.new_folder(target) as folder:
-            said, figures, has_its_head = export(arguments.source, folder, config)
-            if not config.onnx_only:
-                carry_card(arguments.source, folder, target.resolve().name, has_its_head, figures)
-            if page:
-                write_page(folder, target.resolve().name, page)
-        messages.show(f"{target}: {said}")
-    if page:
-        messages.show(f"the page: python -m http.server --bind 127.0.0.1 --directory {config.page}")
+    messages.show(functions.export(arguments.source, arguments.target, config_of(arguments)).report)
 
 
 @command(
+    USE,
     "MODEL... [--port N]",
     MODELS,
     argument("--port", "N", "port on 127.0.0.1 (7860)", kind=int, default=7860),
@@ -434,6 +446,7 @@ def demo_command(arguments) -> None:
 
 
 @command(
+    SHARE,
     "DIR REPO_ID [OPTIONS]",
     argument("folder", "DIR", "the output folder of pretrain, finetune, convert or export"),
     argument("repo_id", "REPO_ID", "owner/name, or a name under your account"),
@@ -446,6 +459,6 @@ def publish_command(arguments) -> None:
     commit, with a tag that is made from their content. Checkpoints, logs and paths of this machine are not sent. The
     Hub's token is the one of `hf auth login`, or HF_TOKEN. If sending was interrupted, the same command completes it.
     """
-    from d2l_bert.model_cards.publish import publish
+    from d2l_bert import functions
 
-    messages.show(publish(Path(arguments.folder), arguments.repo_id, config_of(arguments)))
+    messages.show(functions.publish(arguments.folder, arguments.repo_id, config_of(arguments)).report)

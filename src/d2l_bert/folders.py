@@ -82,16 +82,17 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """
     folder = folder.absolute()
     way_out = ", or name another folder"
-    _check_new_folder(folder)
+    check_new_folder(folder)
     with writing(folder, way_out), _locked_hidden_folder(folder) as partial:
-        _check_new_folder(folder)  # another process may have written it before this one had the lock
+        check_new_folder(folder)  # another process may have written it before this one had the lock
         if folder.is_dir():
             _check_replaceable(folder)
         yield partial
         _move(partial, folder)
 
 
-def _check_new_folder(folder):
+def check_new_folder(folder: Path) -> None:
+    """Raise `UserError` if `folder` exists and is not an empty folder."""
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise UserError(f"{folder}: exists already; name a new or empty folder")
 

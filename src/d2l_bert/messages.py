@@ -285,6 +285,11 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
+def short_name(name: str) -> str:
+    """The name of a text or of a file, short enough for a line of what was read."""
+    return shortened(name, 40)
+
+
 SECONDS_BETWEEN_LINES = 60
 
 
@@ -297,7 +302,7 @@ def with_progress(
     says_end: bool = True,
 ) -> Iterator:
     """
-    Yield the items, with a progress bar if stderr is a terminal, else with a line every minute.
+    Yield the items, with a progress bar where one is seen (`shows_bars`), else with a line every minute.
 
     Args:
         label: what is done with the items, such as "reading books".
@@ -309,7 +314,7 @@ def with_progress(
     start = time.monotonic()
     said = start
     count = 0
-    with tqdm(total=total, desc=label, unit=f" {unit}s", leave=False, disable=not sys.stderr.isatty()) as bar:
+    with tqdm(total=total, desc=label, unit=f" {unit}s", leave=False, disable=not shows_bars()) as bar:
         for item in items:
             yield item
             done = documents_in(item) if documents_in else 1
@@ -322,12 +327,41 @@ def with_progress(
         logger.info(f"{label}: {counted(count, unit)} in {time.monotonic() - start:.0f} s")
 
 
+def is_interactive() -> bool:
+    """Whether Python reads its code from a person: in a notebook, or at Python's or IPython's prompt."""
+    return hasattr(sys, "ps1")
+
+
+def shows_bars() -> bool:
+    """
+    Whether a person sees progress bars: in a terminal, and in a notebook, where stderr is none; unless tqdm's own
+    variable TQDM_DISABLE turns bars off.
+    """
+    if os.environ.get("TQDM_DISABLE"):
+        return False
+    return sys.stderr.isatty() or is_interactive()
+
+
+@contextlib.contextmanager
+def messages_shown_to_person() -> Iterator[None]:
+    """
+    As `messages_shown`, for a call at a prompt or in a notebook, unless `logging` is set up to take the messages, or a
+    level is set for the logger `d2l_bert`. In a program the block does nothing.
+    """
+    ours = logging.getLogger("d2l_bert")
+    is_set_up = ours.level != logging.NOTSET or ours.isEnabledFor(logging.INFO)
+    with contextlib.ExitStack() as stack:
+        if is_interactive() and not is_set_up:
+            stack.enter_context(messages_shown())
+        yield
+
+
 @contextlib.contextmanager
 def messages_shown() -> Iterator[None]:
     """
     Within the block, write the package's log messages to stderr, without a prefix, and a run's report to stdout.
 
-    Only commands use this. A program that calls the package configures `logging` itself.
+    Only commands use this, and calls in a notebook. A program that calls the package configures `logging` itself.
 
     Raises:
         OSError: at the end of the block, if the report could not be written.

@@ -2,13 +2,16 @@
 
 import argparse
 import dataclasses
+import difflib
 import functools
+import inspect
+import numbers
 import os
 import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +28,9 @@ MACHINE = "machine"
 OUTPUT = "output"
 HUB = "the Hugging Face Hub"
 SENTENCES = "minimal pairs and lines"
+
+# The heading below which the docstring of a dataclass lists its options.
+OPTIONS_IN_DOCSTRING = "Attributes:"
 
 # The type of an option that is a path. A program may give a `pathlib.Path`; `Options` keeps it as a string.
 PathOption = str | Path
@@ -54,7 +60,7 @@ def option(
         metavar: the name of the value in `--help`.
         within: the interval of a number, such as `[0, 1)`: at least 0 and below 1. `inf)` stands for the largest
             number that an option may have (`MOST_WHOLE`, `MOST`).
-        common: whether `--help` shows the option, and not only `--help-all`.
+        common: whether `--help` shows the option, and not only `--help_all`.
         needs: another option without which this one has no effect.
         needs_value: the value that the option in `needs` must have, if not just any.
     """
@@ -87,10 +93,22 @@ def option_of(config: type, name: str, **changes):
 
 
 class Options:
-    """Base class of dataclasses whose fields are options. A `pathlib.Path` in a field, or in its list, is a string."""
+    """Base class of dataclasses whose fields are options. Values are kept as `plain` gives them."""
+
+    def __init_subclass__(cls) -> None:
+        """Add the options to the docstring of the class, which `help` shows, with the words of `--help`."""
+        super().__init_subclass__()
+        own = {name: value for name, value in vars(cls).items() if isinstance(value, dataclasses.Field)}
+        fields = {**getattr(cls, "__dataclass_fields__", {}), **own}
+        lines = [inspect.cleandoc(cls.__doc__ or "").partition(f"\n\n{OPTIONS_IN_DOCSTRING}")[0], ""]
+        lines.append(OPTIONS_IN_DOCSTRING)
+        for name, field in fields.items():
+            if "help" in field.metadata:
+                lines.append(f"    {name}: {with_default(field.metadata['help'], default_of(field))}")
+        cls.__doc__ = "\n".join(lines)
 
     def __setattr__(self, name: str, value: object) -> None:
-        super().__setattr__(name, _without_paths(value))
+        super().__setattr__(name, plain(value))
 
     def check(self) -> None:
         """
@@ -157,13 +175,49 @@ class Options:
         return getattr(self, needed) != value
 
 
-def _without_paths(value):
-    """A value, or a list of values, with the string of each `pathlib.Path` in its place."""
+def plain(value: object) -> object:
+    """A value as options keep it: a `pathlib.Path` as a string, a number of NumPy as Python's; also in a list."""
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, list) and any(isinstance(entry, Path) for entry in value):
-        return [_without_paths(entry) for entry in value]
+    if isinstance(value, list):
+        return [plain(entry) for entry in value]
+    if isinstance(value, numbers.Integral) and not isinstance(value, int):
+        return int(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, (int, float)):
+        return float(value)
     return value
+
+
+def made(kind, config, given: dict):
+    """
+    The options of a command.
+
+    Args:
+        kind: the dataclass of its options.
+        config: an object of it; None for the defaults.
+        given: options by name, which replace those of `config`.
+
+    Raises:
+        UserError: there is no option of a name.
+    """
+    check_names(kind, given)
+    return kind(**given) if config is None else dataclasses.replace(config, **given)
+
+
+def check_names(kind, given: dict) -> None:
+    """
+    Check that a dataclass of options has each of these.
+
+    Raises:
+        UserError: there is no option of a name.
+    """
+    known = [field.name for field in dataclasses.fields(kind)]
+    for name in given:
+        if name in known:
+            continue
+        similar = difflib.get_close_matches(name, known, n=1)
+        way_out = f"did you mean {similar[0]}?" if similar else f"help({kind.__name__}) has all"
+        raise UserError(f"there is no option {name!r:.100}; {way_out}")
 
 
 def default_of(field: dataclasses.Field) -> Any:
@@ -346,18 +400,21 @@ def _truth(text):
 # The flags
 
 
-def add_options(parser: argparse.ArgumentParser, config: Options, shows_all: bool) -> None:
+def add_options(
+    parser: argparse.ArgumentParser, config: Options, shows_all: bool, but: Container[str] = ("recipe", "model")
+) -> None:
     """
-    Add a flag for each option but `recipe` and `model`, in the option's group; its help shows the value.
+    Add a flag for each option, in the option's group; its help shows the value.
 
     Args:
         config: an object of a dataclass of options.
         shows_all: whether the help shows all options, not only the common ones.
+        but: the names of options that get no flag here: `__main__` adds `--recipe`, and MODEL has no dashes.
     """
     kinds = typing.get_type_hints(type(config))
     groups = {}
     for field in dataclasses.fields(config):
-        if field.name in ("recipe", "model"):  # `__main__` adds `--recipe`, and MODEL has no dashes
+        if field.name in but:
             continue
         about = field.metadata
         title = about["group"]
@@ -410,11 +467,41 @@ def add_option(
     group.add_argument(f"--{name}", default=argparse.SUPPRESS, help=line, metavar=metavar, type=read, **how)
 
 
+def may_stand_bare(flag: argparse.Action) -> bool:
+    """Whether a flag is one of true or false, and so may stand without a value."""
+    return flag.const is True
+
+
+def with_true_at_bare_flags(words: list[str], flags: dict[str, argparse.Action]) -> list[str]:
+    """
+    The words of a command line, with `=true` at each flag of true or false that no value follows.
+
+    argparse would take the next word for the value: in `publish --dry_run my-bert me/x` the folder.
+
+    Args:
+        flags: of the command, by their names.
+    """
+    end = words.index("--") if "--" in words else len(words)  # what follows is no flag
+    completed = list(words)
+    for place, word in enumerate(words[:end]):
+        if word not in flags or not may_stand_bare(flags[word]):
+            continue
+        try:
+            flags[word].type("".join(words[place + 1 : place + 2]))
+        except argparse.ArgumentTypeError:
+            completed[place] = f"{word}=true"
+    return completed
+
+
 def help_line(help: str, default: object) -> str:
     """The line of an option in `--help`, with its default; argparse formats it by `%`."""
+    return with_default(help, default).replace("%", "%%")
+
+
+def with_default(help: str, default: object) -> str:
+    """The sentence of an option with its default behind it, if it has one."""
     if isinstance(default, list):
         shown = " ".join(default)
     else:
         shown = "" if default is None else as_word(default)
-    line = f"{help} ({shown})".strip() if shown else help
-    return line.replace("%", "%%")
+    return f"{help} ({shown})".strip() if shown else help

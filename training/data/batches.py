@@ -338,7 +338,7 @@ class Counts(NamedTuple):
 
     def to_tensor(self, device: torch.device) -> torch.Tensor:
         """The counts in the order above, float32 (5,), to be summed over all processes; `Counts(*sums)` names them."""
-        return torch.tensor(self, dtype=torch.float32, device=device)
+        return torch.tensor(self, dtype=torch.float32).to(device, non_blocking=True)
 
 
 def counts_of(micro_batches: Iterable[dict[str, torch.Tensor]]) -> Counts:

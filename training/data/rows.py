@@ -68,7 +68,7 @@ def rows_of_micro_batches(lengths: Sequence[int], most_tokens: int, ranks: Ranks
     """
     Cut the rows of a step into micro-batches, and return those of one process.
 
-    Rows are sorted by length and dealt out to the processes in turn: every process gets about the same work, and the
+    Rows are sorted by length and dealt out to the processes (`deal`): every process gets about the same work, and the
     same number of micro-batches. A micro-batch takes groups of rows, longest first, until it is full or has too much
     padding. All rows of a micro-batch are padded to the width of its first.
 
@@ -82,12 +82,12 @@ def rows_of_micro_batches(lengths: Sequence[int], most_tokens: int, ranks: Ranks
 
     Returns:
         For each micro-batch the indices of its rows in `lengths`, longest first. The last may be empty, if this
-        process has fewer rows than rank 0.
+        process has fewer rows than another.
     """
-    order = np.argsort(-np.asarray(lengths), kind="stable")
-    own_rows = order[ranks.own :: ranks.count].tolist()
+    own_rows = rows_of_rank(deal(lengths, ranks.count), ranks.own)
     # The n-th rows of all processes get one width, that of the longest of them, so that all processes cut alike.
-    widths = [padded(length) for length in np.asarray(lengths)[order[:: ranks.count]]]
+    longest_first = np.sort(lengths)[::-1]
+    widths = [padded(length) for length in longest_first[:: ranks.count]]
     group_size = _group_size(len(widths), most_tokens // widths[0])
     most_padding = max(LEAST_PADDING, MOST_PADDING * most_tokens)
     starts = [0]  # the first row of each micro-batch
@@ -106,24 +106,54 @@ def rows_without_padding(lengths: Sequence[int], most_tokens: int, ranks: Ranks 
     """
     As `rows_of_micro_batches`, for rows that are computed without padding: a micro-batch is full of their tokens.
 
-    The rows are sorted and dealt out in the same way: rank 0 has the longest of each round. All processes cut where
-    rank 0 must, and so get the same number of micro-batches.
+    All processes cut where one of them has to, and get the same number of micro-batches.
 
     Args:
         most_tokens: the largest number of tokens in a micro-batch; a single row may be longer.
     """
-    lengths = np.asarray(lengths)
-    order = np.argsort(-lengths, kind="stable")
-    own_rows = order[ranks.own :: ranks.count].tolist()
-    longest = lengths[order[:: ranks.count]].tolist()  # of each round
+    dealt = deal(lengths, ranks.count)
+    own_rows = rows_of_rank(dealt, ranks.own)
+    tokens_dealt = np.where(dealt == NO_ROW, 0, np.asarray(lengths)[dealt])  # (rounds, processes)
+    totals = tokens_dealt.cumsum(0)  # up to each round, that round included
     starts = [0]  # the first row of each micro-batch
-    tokens = 0  # in the last micro-batch
-    for row, length in enumerate(longest):
-        if tokens and tokens + length > most_tokens:
-            starts.append(row)
-            tokens = 0
-        tokens += length
-    return [own_rows[start:end] for start, end in itertools.pairwise([*starts, len(longest)])]
+    while True:
+        start = starts[-1]
+        total_before = totals[start] - tokens_dealt[start]
+        of_fullest = (totals - total_before).max(1)  # from `start` up to each round: ascends
+        end = max(start + 1, int(np.searchsorted(of_fullest, most_tokens, side="right")))
+        if end >= len(dealt):
+            break
+        starts.append(end)
+    return [own_rows[start:end] for start, end in itertools.pairwise([*starts, len(dealt)])]
+
+
+NO_ROW = -1  # where the last round has no row for a process
+
+
+def deal(lengths: Sequence[int], count: int) -> np.ndarray:
+    """
+    Deal rows out to processes, the longest first, there and back: each row goes to one process.
+
+    Rows of 9, 8, 7, 6, 5 and 4 tokens, numbered from 0, for three processes: [[0, 1, 2], [5, 4, 3]]. Each process gets
+    13 tokens; dealt in turn, they would get 15, 13 and 11.
+
+    Args:
+        count: of the processes.
+
+    Returns:
+        The numbers of the rows (rounds, processes); `NO_ROW` where the last round has none.
+    """
+    order = np.argsort(-np.asarray(lengths), kind="stable")
+    missing = -len(order) % count
+    dealt = np.pad(order, (0, missing), constant_values=NO_ROW).reshape(-1, count)
+    dealt[1::2] = dealt[1::2, ::-1].copy()
+    return dealt
+
+
+def rows_of_rank(dealt: np.ndarray, rank: int) -> list[int]:
+    """The numbers of the rows that `deal` has given to a process."""
+    own = dealt[:, rank]
+    return own[own != NO_ROW].tolist()
 
 
 def _group_size(rows_in_step, rows_in_micro_batch):

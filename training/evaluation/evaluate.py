@@ -3,7 +3,7 @@
 import dataclasses
 import importlib.metadata
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,30 +26,42 @@ from d2l_bert.training.evaluation.minimal_pairs import MinimalPair
 logger = logging.getLogger(__name__)
 
 
-@processes.restore_host_settings()
-def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
+@dataclasses.dataclass(frozen=True)
+class EvaluateResult:
     """
-    Evaluate models on a text, on minimal pairs, or on both, in float32; or print the scores of lines by one model.
+    What was measured of models.
+
+    Args:
+        models: of each its `model` (the name given), `class`, `parameters`, and as far as they were asked for `text`,
+            the figures of `text.evaluate_text`, and `blimp`, those of `minimal_pairs.blimp_results` with `score`, the
+            folder's `name`, and `title` (`minimal_pairs.name_of_pairs`). Each of both has `unknown_share`, the share
+            of its characters in `[UNK]`; of a text, in a sample of `SAMPLED_CHARACTERS`.
+        notes: a sentence for each reason why the figures cannot be compared, as of `notes_on`.
+        lines: the scores of the lines of `line_scores`; [] if they went to `on_line`.
+        output: the file with the figures; None if none was asked for.
+    """
+
+    models: list[dict]
+    notes: list[str]
+    lines: list[pseudo_likelihood.LineScore]
+    output: Path | None
+
+
+@processes.restore_host_settings()
+def evaluate(
+    names: Sequence[str],
+    config: EvaluateConfig,
+    on_line: Callable[[pseudo_likelihood.LineScore], object] | None = None,
+    titles: Sequence[str] | None = None,
+) -> EvaluateResult:
+    """
+    Evaluate models on a text, on minimal pairs, or on both, in float32; or score lines by one model.
 
     Args:
         names: folders or Hub ids of masked language models.
         config: what to evaluate them on, and where to write the figures.
-
-    Returns:
-        None for the scores of lines, and in all processes but the main one. Else the content of the file
-        `config.output`:
-
-        - `versions`;
-        - `options`, with those of the rows as they were for all models;
-        - `text`: the text's name;
-        - `models`: of each its `model` (the name given), `class`, `parameters`, and as far as they were asked for
-            - `text`, the figures of `text.evaluate_text`;
-            - `blimp`, those of `minimal_pairs.blimp_results`, with `score`, the folder's `name`, and `title`
-              (`minimal_pairs.name_of_pairs`).
-
-          Each of both has `unknown_share`, the share of its characters in `[UNK]`; of a text, in a sample of
-          `SAMPLED_CHARACTERS`;
-        - `notes`, as of `notes_on`.
+        on_line: takes each line as soon as it is scored, in the main process, where all would be too many to keep.
+        titles: what the models are called in results and messages; None for their names.
 
     Raises:
         UserError: something that the user can fix, in one line.
@@ -64,31 +76,39 @@ def evaluate(names: Sequence[str], config: EvaluateConfig) -> dict | None:
             for name in names:
                 evaluations.check_updatable(name)
         accelerator = devices.make_accelerator("no")
-        models = [MaskedModel(name) for name in names]
+        models = list(map(MaskedModel, names, titles or names))
+    lines = []
+    content = {"models": [], "notes": []}
     if config.line_scores:
-        score_lines(models, config, accelerator)
-        content = None
+        with processes.together():
+            for line in scored_lines(models, config, accelerator):
+                if on_line is None:
+                    lines.append(line)
+                elif accelerator.is_main_process:
+                    on_line(line)
     else:
         content = compare(models, config, accelerator)
         processes.on_main(_write, content, models, config)
     processes.shut_down(accelerator)
-    return content if accelerator.is_main_process else None
+    output = None if config.output is None else Path(config.output)
+    return EvaluateResult(models=content["models"], notes=content["notes"], lines=lines, output=output)
 
 
-def score_lines(models: Sequence[MaskedModel], config: EvaluateConfig, accelerator: Accelerator) -> None:
+def scored_lines(
+    models: Sequence[MaskedModel], config: EvaluateConfig, accelerator: Accelerator
+) -> Iterator[pseudo_likelihood.LineScore]:
     """
-    Print how likely a model finds the lines of a file, as `pseudo_likelihood.print_line_scores`.
+    How likely a model finds the lines of a file, as of `pseudo_likelihood.line_scores`.
 
     Raises:
         UserError: there are several models, several processes would read the standard input, or a line cannot be read.
     """
-    with processes.together():
-        if len(models) > 1:
-            raise messages.UserError("line_scores is for one model; name one")
-        if config.line_scores == files.STDIN and accelerator.num_processes > 1:
-            raise messages.UserError("line_scores -: one process alone can read the standard input; give a file")
-        model = models[0].to(accelerator.device)
-        pseudo_likelihood.print_line_scores(model, config, accelerator)
+    if len(models) > 1:
+        raise messages.UserError("line_scores is for one model; name one")
+    if config.line_scores == files.STDIN and accelerator.num_processes > 1:
+        raise messages.UserError("line_scores -: one process alone can read the standard input; give a file")
+    model = models[0].to(accelerator.device)
+    return pseudo_likelihood.line_scores(model, config, accelerator)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -134,7 +154,8 @@ def compare(models: Sequence[MaskedModel], config: EvaluateConfig, accelerator: 
     Measure models on a text and on minimal pairs, as far as the options give them.
 
     Returns:
-        As `evaluate`; every process gets it.
+        The content of a JSON file of `config.output`, in every process: `versions`; `options`, with those of the rows
+        as they were for all models; `text`, the text's name; `models` and `notes` as in `EvaluateResult`.
     """
     pairs = prepare_pairs(models, config) if config.blimp else None
     given_text = prepare_text(models, config) if config.has_text() else None

@@ -33,6 +33,7 @@ class MaskedModel(torch.nn.Module):
 
     Args:
         name: a folder or an id on the Hub.
+        title: what the model is called in results and messages; None for its name.
 
     Attributes:
         record: the content of the model's `run_config.json`, empty if it has none.
@@ -46,11 +47,11 @@ class MaskedModel(torch.nn.Module):
             finite; or its tokenizer lacks a mask token.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, title: str | None = None):
         super().__init__()
         with reading_model(name):
             config, _ = loading.read_parts(AutoModelForMaskedLM, name)
-            self.name = name
+            self.name = title or name
             self.record = loading.read_run_record(name)
         has_both = config.model_type in TYPES_WITH_PAIR_HEAD
         auto_class = AutoModelForPreTraining if has_both else AutoModelForMaskedLM

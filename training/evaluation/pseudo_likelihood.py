@@ -12,6 +12,7 @@ Shapes: S sentences of equal length, T tokens in a sentence with special tokens,
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,14 +219,38 @@ def pseudo_log_likelihoods(
     return scores[torch.from_numpy(sentences.sequence_of)]
 
 
-def print_line_scores(model: MaskedModel, config: EvaluateConfig, accelerator: Accelerator) -> None:
+class LineScore(NamedTuple):
     """
-    Print a line for each line or row of the file `config.line_scores`, in the file's order, with tabs between:
+    How likely a model finds a line. The scores are log-likelihoods in nats; `-inf` of a line without a token to score.
 
-    the mean log-likelihood of a token, the sum, and the mean of a word between white space, in nats; the share of the
-    tokens that are `[UNK]`; the number of the line from 1; and its text. A line without a token to score has `-inf`
-    for its scores, and so comes first where lines are sorted by number. What is beyond the model's positions is cut
-    off.
+    Args:
+        of_token: the mean over the tokens.
+        total: the sum.
+        of_word: the mean over the words between white space.
+        unknown_share: the share of the tokens that are `[UNK]`.
+        line: the number of the line, from 1.
+        text: the line.
+    """
+
+    of_token: float
+    total: float
+    of_word: float
+    unknown_share: float
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        """The line that the command prints: the numbers and the text, with tabs between."""
+        numbers = [f"{number:.4f}" for number in self[:4]]
+        text = self.text.translate(dict.fromkeys(b"\t\r\n", " "))
+        return "\t".join([*numbers, str(self.line), text])
+
+
+def line_scores(model: MaskedModel, config: EvaluateConfig, accelerator: Accelerator) -> Iterator[LineScore]:
+    """
+    The scores of each line or row of the file `config.line_scores`, in the file's order.
+
+    What is beyond the model's positions is cut off.
 
     Raises:
         UserError: as in `files.lines_and_cells`.
@@ -244,27 +269,11 @@ def print_line_scores(model: MaskedModel, config: EvaluateConfig, accelerator: A
         encoded = encode(model, [long_texts.beginning_of(line, model.most_positions, plain) for _, line in group])
         scores = pseudo_log_likelihoods(model, encoded, config, accelerator, label, config.line_masks).numpy()
         unknown_in = np.array([(ids == model.tokenizer.unk_token_id).sum() for ids in encoded.ids])
-        if not accelerator.is_main_process:
-            continue
         for place, (number, line) in enumerate(group):
-            shown = _numbers_of_line(
-                scores[place],
-                encoded.scored_tokens[place],
-                encoded.read_words[place],
-                unknown_in[encoded.sequence_of[place]],
-            )
-            print(*shown, number, line.translate(dict.fromkeys(b"\t\r\n", " ")), sep="\t")
-
-
-def _numbers_of_line(score: float, scored: int, words: int, unknown: int) -> list[str]:
-    """
-    The numbers before a line.
-
-    Args:
-        score: its pseudo-log-likelihood.
-        scored, unknown: how many of its tokens are scored, and how many are `[UNK]`.
-        words: how many words were read.
-    """
-    figures = [score / scored, score, score / words] if scored else [-np.inf] * 3
-    figures.append(unknown / max(1, scored + unknown))
-    return [f"{figure:.4f}" for figure in figures]
+            scored = int(encoded.scored_tokens[place])
+            unknown = int(unknown_in[encoded.sequence_of[place]])
+            means = [-math.inf] * 3
+            if scored:
+                score = float(scores[place])
+                means = [score / scored, score, score / int(encoded.read_words[place])]
+            yield LineScore(*means, unknown / max(1, scored + unknown), number, line)

@@ -1,5 +1,6 @@
 """What was read of the rows, for a person to look at before the training: some lines, and all of it in a file."""
 
+import itertools
 import unicodedata
 from collections import Counter
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 from d2l_bert import folders
 from d2l_bert.messages import counted, shortened
 from d2l_bert.tokenization.account import ACCOUNT_FILE
+from d2l_bert.tokenization.coverage import remarks_on_damage
+from d2l_bert.tokenization.rules import contents_of, count_words
 from d2l_bert.training.finetuning.cells import LONGEST_SHOWN, shown_line, visible
 from d2l_bert.training.finetuning.features import Features
 from d2l_bert.training.finetuning.rows import Row, Split
@@ -34,10 +37,19 @@ def lines_about_rows(task: Task, splits: dict[str, Split]) -> list[str]:
     What a person sees at a glance, and a program cannot know to be wrong: columns, labels, a row, doubled rows.
 
     Returns:
-        At most five lines, and one for each split with rows that were left out.
+        At most seven lines, and one for each split with rows that were left out.
     """
-    rows = rows_as_given(splits)
-    lines = [line_of_columns(task, splits["train"].columns), line_of_labels(task, rows)]
+    lines = lines_about_labelled_rows(task, splits["train"].columns, rows_as_given(splits))
+    for name, split in splits.items():
+        if split.left_out:
+            what = counted(len(split.left_out), "row is", "rows are")
+            lines.append(shown_line(f"{name}: {what} left out: {split.left_out[0]}"))
+    return lines
+
+
+def lines_about_labelled_rows(task: Task, columns: list[str], rows: list[Row]) -> list[str]:
+    """As `lines_about_rows`, of rows that have these columns; at most six lines."""
+    lines = [line_of_columns(task, columns), line_of_labels(task, rows)]
     remarks = task.remarks(rows)
     if not remarks and (alike := names_alike(task.classes)):
         groups = " | ".join(_quoted(names) for names in alike)
@@ -50,10 +62,7 @@ def lines_about_rows(task: Task, splits: dict[str, Split]) -> list[str]:
         if several:
             line += f"; {counted(len(several), 'text')} with several labels, as in {_places(several[0])}"
         lines.append(line)
-    for name, split in splits.items():
-        if split.left_out:
-            what = counted(len(split.left_out), "row is", "rows are")
-            lines.append(f"{name}: {what} left out: {split.left_out[0]}")
+    lines += damage_in(rows)[:1]
     return list(map(shown_line, lines))
 
 
@@ -189,6 +198,12 @@ def texts_with_several_labels(rows: list[Row]) -> list[list[Row]]:
     return [list(by_label.values()) for by_label in by_texts.values() if len(by_label) > 1]
 
 
+def damage_in(rows: list[Row]) -> list[str]:
+    """A line for each way in which the words of the texts were damaged before, as by a wrong encoding."""
+    words = count_words(itertools.chain.from_iterable(row.texts for row in rows))
+    return [f"texts: {remark}" for remark in remarks_on_damage(contents_of(words))]
+
+
 def _places(rows: list[Row]) -> str:
     return " and ".join(row.place for row in rows[:3])
 
@@ -207,7 +222,7 @@ def whole_account(task: Task, splits: dict[str, Split]) -> list[str]:
     """The lines of `ACCOUNT_FILE`."""
     rows = rows_as_given(splits)
     lines = ["What d2l-bert finetune has read. It has texts of the rows: d2l-bert publish leaves it here.", ""]
-    lines += [line_of_columns(task, splits["train"].columns), *task.remarks(rows), ""]
+    lines += [line_of_columns(task, splits["train"].columns), *task.remarks(rows), *damage_in(rows), ""]
     if task.classes:
         lines.append(f"{task.about_classes()}, with the number of each in {', '.join(splits)}:")
         by_split = [dict(counts_of_classes(task, split.rows)) for split in splits.values()]

@@ -17,6 +17,7 @@ from d2l_bert.training.finetuning.data_sets import NAMED
 # Further headings in `--help`.
 DATA = "task and data"
 MODEL = "model"
+LABELLED = "labelled rows, for a model of finetune"
 
 # The tasks, as Transformers names them: its pipelines, its examples, and the `problem_type` of several labels and of
 # numbers. `all_tasks.py` has a class for each.
@@ -275,14 +276,24 @@ class FinetuneConfig(Options):
         ["none"], "trackers, such as tensorboard or wandb; none for none", OUTPUT, identity=False, metavar="NAME"
     )
     license: str | None = option_of(
-        PretrainConfig, "license", help="licence of the model, for its card (a Hub identifier)"
+        PretrainConfig, "license", help="licence of the model, for its card (a Hub identifier)", common=True
     )
     push_to_hub: bool = option_of(PretrainConfig, "push_to_hub")
     hub_model_id: str | None = option_of(PretrainConfig, "hub_model_id")
     hub_private_repo: bool = option_of(PretrainConfig, "hub_private_repo")
 
     def __post_init__(self):
+        """
+        Write the full name of the task; and data in memory that stand in place of a dataset's name to the cache.
+
+        Raises:
+            UserError: as in `hub_datasets.splits_folder`.
+        """
         self.task = SHORT_NAMES.get(self.task, self.task)
+        if self.dataset is not None and not isinstance(self.dataset, str):
+            from d2l_bert.tokenization.hub_datasets import splits_folder  # loads PyArrow, which help does without
+
+            self.dataset = splits_folder(self.dataset)
 
     def contradictions(self, given: set[str]) -> Iterator[str]:
         """As in `Options`. Raises `UserError` itself for a wrong rate or licence."""
@@ -291,7 +302,8 @@ class FinetuneConfig(Options):
             check_license(self.license)
         yield from super().contradictions(given)
         if self.task not in (*TASKS, *NAMED):
-            yield f"task {self.task!r}: give one of {', '.join(TASKS)}; or {', '.join(NAMED)}"
+            wrong = "--task is missing" if self.task is None else f"task {self.task!r}"
+            yield f"{wrong}: give one of {', '.join(TASKS)}; or {', '.join(NAMED)}"
         if not all(0 < rate <= 100 for rate in rates) or len(set(rates)) < len(rates):
             yield (
                 f"learning_rate takes numbers above 0 and at most 100, each once, got {' '.join(self.learning_rate)}"
@@ -418,7 +430,52 @@ class PredictConfig(Options):
     def contradictions(self, given: set[str]) -> Iterator[str]:
         """As in `Options`."""
         suffix = Path(self.output or "").suffix
-        if suffix not in (".csv", ".jsonl", ".parquet"):
-            yield f"output {self.output or 'is missing'}: give --output a name that ends in .csv, .jsonl or .parquet"
+        if self.output is not None and suffix not in (".csv", ".jsonl", ".parquet"):
+            yield f"output {self.output}: give --output a name that ends in .csv, .jsonl or .parquet"
         if self.excel and suffix != ".csv":
             yield "excel is for an output of CSV; leave it out"
+
+
+@dataclasses.dataclass(kw_only=True)
+class ScoreConfig(Options):
+    """
+    The labelled rows on which a fine-tuned model is measured. Every field is an option of `d2l-bert evaluate`.
+
+    Raises:
+        UserError: from `check`, for an option of the wrong type, out of range, or contradicting another.
+    """
+
+    test_file: PathOption | None = option_of(
+        FinetuneConfig, "test_file", help="rows with labels, to measure a model of finetune on", group=LABELLED
+    )
+    label_column: list[str] = option_of(
+        FinetuneConfig, "label_column", help="column of labels; default: that of the training", group=LABELLED
+    )
+    label_separator: str | None = option(
+        None,
+        "between the labels in a cell, for a model of several; default: that of the training",
+        LABELLED,
+        metavar="TEXT",
+    )
+    text_column: str | None = option_of(PredictConfig, "text_column", group=LABELLED)
+    text_pair_column: str | None = option_of(PredictConfig, "text_pair_column", group=LABELLED)
+    context_column: str | None = option_of(PredictConfig, "context_column", group=LABELLED)
+    question_column: str | None = option_of(PredictConfig, "question_column", group=LABELLED)
+    choices_column: list[str] = option_of(PredictConfig, "choices_column", group=LABELLED)
+    separator: Separator = option_of(PredictConfig, "separator", group=LABELLED)
+    per_device_eval_batch_size: int = option_of(PredictConfig, "per_device_eval_batch_size", group=LABELLED)
+    output_dir: PathOption | None = option(
+        None,
+        "new folder: the figures, the confusion of classes, and the rows that are wrong, worst first",
+        LABELLED,
+        metavar="DIR",
+        common=True,
+    )
+    excel: bool = option_of(
+        PredictConfig, "excel", help="CSV in output_dir is for Excel, as that of predict", group=LABELLED
+    )
+
+    def contradictions(self, given: set[str]) -> Iterator[str]:
+        """As in `Options`."""
+        if self.excel and self.output_dir is None:
+            yield "excel is for the files in output_dir; give that too, or leave it out"

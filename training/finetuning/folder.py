@@ -1,18 +1,23 @@
 """The finished folder of a fine-tuning: the model, `metrics.json`, predictions, pictures and the card."""
 
+import json
+import shlex
 import shutil
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 
 from d2l_bert import folders
 from d2l_bert.model_cards import card, figures, pictures
 from d2l_bert.modeling import conversion
 from d2l_bert.tokenization import coverage, wordpiece
+from d2l_bert.tokenization.files import STDIN
 from d2l_bert.training import run_folder
 from d2l_bert.training.checkpoint import WEIGHTS_FILE
 from d2l_bert.training.finetuning import scoring
 from d2l_bert.training.finetuning.plan import Outcome, Plan, Result, attempt_of
-from d2l_bert.training.finetuning.rows import write_predictions
+from d2l_bert.training.finetuning.rows import Split, write_predictions
+from d2l_bert.training.finetuning.tasks import Task
 
 
 # In the folder of each rate and seed: the best one's model.
@@ -21,6 +26,9 @@ MODEL_FOLDER = "model"
 # Fewer steps than this are few. Of 264 letters: after 36 steps a model tells three classes half of the time, after 180
 # four fifths.
 FEW_STEPS = 200
+
+# The most characters of a text in the command that `report` shows.
+SHORT_TEXT = 40
 
 # What metrics.json has of a result, beside the metrics of its splits.
 OF_A_RESULT = ("seed", "learning_rate", "steps", "best_step", "seconds")
@@ -53,6 +61,9 @@ def write_folder(plan: Plan, record: dict, model, row_results: dict, outcome: Ou
         pictures.plot_finetuning(outcome.best["log"], plan.metric, title, partial / card.CURVES_FILE)
         metrics["pictures"] = {card.CURVES_FILE: "Loss and metric over the steps"}
         reported = plan.reported_by_class()
+        if reported:
+            errors = standard_errors(plan.task, plan.splits[reported], row_results[reported])
+            metrics[figures.STANDARD_ERRORS] = {reported: errors}
         sides = plan.task.sides(plan.splits[reported], row_results[reported]) if reported else None
         if sides:
             metrics["classification_report"] = {reported: scoring.report_by_class(*sides)}
@@ -88,7 +99,50 @@ def report(plan: Plan, record: dict, metrics: dict, steps: int) -> str:
     ]
     if "test" in plan.splits:
         lines.append(f"predictions for the test rows: {plan.folder / run_folder.PREDICTIONS_FILE}")
+    lines.append(f"next: {next_command(plan)}")
     return "\n".join(lines)
+
+
+def next_command(plan: Plan) -> str:
+    """A command of `predict` that works as it stands, on rows that this run has read."""
+    config = plan.config
+    words = ["d2l-bert", "predict", str(plan.folder)]
+    piped = ""
+    file = config.test_file or config.validation_file or config.train_file
+    if file is not None:
+        words.append(file)
+        if config.separator != "auto":
+            words += ["--separator", config.separator]
+    elif "test" in plan.splits:  # of a dataset
+        words.append(str(plan.folder / run_folder.PREDICTIONS_FILE))
+    else:
+        words.append(STDIN)
+        piped = f"echo {shlex.quote(row_as_json(plan))} | "
+    output = Path("predicted.csv")
+    number = 1
+    while output.exists():
+        number += 1
+        output = Path(f"predicted-{number}.csv")
+    return piped + shlex.join([*words, "--output", str(output)])
+
+
+def row_as_json(plan: Plan) -> str:
+    """The cells that the task reads of the first training row without its label, with short texts, as JSON."""
+    row = plan.splits["train"].rows[0]
+    cells = {}
+    for option, columns in plan.task.columns.items():
+        if option != "label_column":
+            cells.update({column: row.cells.get(column) for column in columns})
+    return json.dumps(with_short_texts(cells), ensure_ascii=False)
+
+
+def with_short_texts(value):
+    """A cell, with the first `SHORT_TEXT` characters of each text in it."""
+    if isinstance(value, dict):
+        return {name: with_short_texts(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [with_short_texts(entry) for entry in value]
+    return " ".join(value[:SHORT_TEXT].split()) if isinstance(value, str) else value
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,6 +193,11 @@ def over_seeds(statistic: Callable, outcome: Outcome, split: str, names: tuple[s
 def deviation(values: list[float]) -> float | None:
     """The standard deviation, with n - 1; None for one value."""
     return statistics.stdev(values) if len(values) > 1 else None
+
+
+def standard_errors(task: Task, split: Split, row_results) -> dict[str, float | None]:
+    """The standard error of each metric of a split, over its rows; None where the rows do not show it."""
+    return {name: found.standard_error for name, found in task.estimates(split, row_results).items()}
 
 
 def part_of_result(result: Result, measured: list[str]) -> dict:

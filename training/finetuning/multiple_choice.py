@@ -1,13 +1,15 @@
 """Multiple choice: which of several texts fits a context, as in SWAG; a score for each choice."""
 
+import functools
 import re
 import string
 from collections import Counter
 
+import numpy as np
 from transformers import DataCollatorForMultipleChoice
 
 from d2l_bert.messages import UserError, counted
-from d2l_bert.training.finetuning import scoring
+from d2l_bert.training.finetuning import intervals, scoring
 from d2l_bert.training.finetuning.cells import EmptyText, check_text, is_filled, json_in
 from d2l_bert.training.finetuning.features import Features, truncated
 from d2l_bert.training.finetuning.tasks import Task
@@ -104,6 +106,9 @@ class MultipleChoice(Task):
                 f"{self.columns['choices_column'][0]!r}; name a column of lists of two choices at least, or several "
                 f"columns, with --choices_column"
             )
+        self._name_choices()
+
+    def _name_choices(self):
         # Labels without names of their own: "1", or "A", is the first of choices that are counted from 1.
         self.number_of = {str(number + self.begin): number for number in range(self.count)}
         self.number_of |= {name: number for number, name in enumerate(string.ascii_uppercase[: self.count])}
@@ -127,6 +132,9 @@ class MultipleChoice(Task):
         super().restore(learnt)
         self.count = learnt["count"]
         self.begin = learnt["begin"]
+        if not 2 <= self.count <= MOST_CHOICES:
+            raise ValueError("learnt.count is no number of choices")
+        self._name_choices()
 
     def check_label(self, row, split):
         super().check_label(row, split)
@@ -162,9 +170,19 @@ class MultipleChoice(Task):
             features.append({**inputs, "labels": row.label if split.is_labelled else -100})
         return Features(features, windows, note)
 
+    def is_right(self, split, row_results) -> np.ndarray:
+        """Whether the right choice was chosen, for each row (N,)."""
+        return row_results.argmax(-1) == [row.label for row in split.rows]
+
     def metrics(self, split, row_results):
-        is_right = row_results.argmax(-1) == [row.label for row in split.rows]
-        return {"accuracy": float(is_right.mean())}
+        return {"accuracy": float(self.is_right(split, row_results).mean())}
+
+    def resampled(self, split, row_results):
+        return functools.partial(intervals.mean_figures, scores={"accuracy": self.is_right(split, row_results)})
+
+    def mistakes(self, split, features, logits, row_results):
+        is_right = self.is_right(split, row_results)
+        return np.where(is_right, np.nan, scoring.probabilities(row_results).max(-1))
 
     def predictions(self, split, row_results):
         chosen = row_results.argmax(-1)

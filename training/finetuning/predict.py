@@ -1,9 +1,11 @@
 """`predict`: a fine-tuned model on new rows; predictions and probabilities beside the rows' own columns."""
 
+import contextlib
 import dataclasses
 import logging
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import transformers
 
@@ -13,12 +15,21 @@ from d2l_bert.modeling import conversion, loading
 from d2l_bert.modeling.records import RunRecord
 from d2l_bert.tokenization import tables
 from d2l_bert.tokenization.files import STDIN
+from d2l_bert.tokenization.in_memory import is_in_memory
+from d2l_bert.training import processes
 from d2l_bert.training.finetuning import account
 from d2l_bert.training.finetuning.all_tasks import CLASSES
 from d2l_bert.training.finetuning.cells import EmptyText
-from d2l_bert.training.finetuning.config import TASKS, FinetuneConfig, PredictConfig
+from d2l_bert.training.finetuning.config import TASKS, FinetuneConfig, PredictConfig, ScoreConfig
 from d2l_bert.training.finetuning.outputs import outputs_of
-from d2l_bert.training.finetuning.rows import Row, Split, check_writable, read_file, write_predictions
+from d2l_bert.training.finetuning.rows import (
+    Row,
+    Split,
+    check_writable,
+    read_file,
+    rows_in_memory,
+    write_predictions,
+)
 from d2l_bert.training.finetuning.tasks import Task
 
 
@@ -29,32 +40,62 @@ logger = logging.getLogger(__name__)
 COLUMN_OPTIONS = [field.name for field in dataclasses.fields(PredictConfig) if field.name.endswith("_column")]
 
 
-def predict(name: str, file: str, config: PredictConfig) -> str:
+@dataclasses.dataclass(frozen=True)
+class PredictResult:
     """
-    Predict the labels of rows by a model that `finetune` has left, and write them beside the rows.
+    What a model predicts for rows.
+
+    Args:
+        predictions: by the names of columns, such as `prediction` and `probability`, a value for each row, in the
+            order of the rows; None for a row without a text.
+        row_count: how many rows have a text.
+        rows_without_text: how many rows have none.
+        output: the file with the rows and the predictions; None if none was asked for.
+    """
+
+    predictions: dict[str, list] = dataclasses.field(repr=False)
+    row_count: int
+    rows_without_text: int
+    output: Path | None
+
+    @property
+    def report(self) -> str:
+        """What the command prints."""
+        note = ""
+        if self.rows_without_text:
+            note = f"; {counted(self.rows_without_text, 'row')} without a text: no prediction there"
+        return f"{self.output}: predictions for {counted(self.row_count, 'row')}{note}"
+
+
+def predict(name: str, data: Any, config: PredictConfig) -> PredictResult:
+    """
+    Predict the labels of rows by a model that `finetune` has left; write them beside the rows if there is an output.
 
     A row with an empty text is kept, and has nothing in the columns of predictions.
 
     Args:
         name: the model, a folder or an id on the Hub.
-        file: a table as in `rows.read_file`; a text file with a text in each line; or `-` for the standard input,
-            which holds a text or an object of JSON in each line. Labels that it has are not read.
-
-    Returns:
-        A message: how many rows, and where they are.
+        data: a table as in `rows.read_file`; a text file with a text in each line; `-` for the standard input, which
+            holds a text or an object of JSON in each line; or data in memory, as in `in_memory.as_dataset`. Labels are
+            not read.
 
     Raises:
-        UserError: the model was not fine-tuned by this package, an option is not for its task, the file or one of its
+        UserError: the model was not fine-tuned by this package, an option is not for its task, the data or one of the
             rows cannot be read, or the output cannot be written. No file is left.
     """
     config.check()
+    processes.start_processes()
     record = loading.read_run_record(name)
-    target = Path(config.output)
     task = restored_task(name, record, config)
-    # Entered before any work, so that an output that cannot be written is refused at once.
-    with folders.new_file(target) as partial, tempfile.TemporaryDirectory() as scratch:
-        given = read_rows(file, task, config, Path(scratch))
-        check_writable(target.suffix, given)
+    with contextlib.ExitStack() as stack:
+        partial = None
+        if config.output is not None:
+            # Entered before any work, so that an output that cannot be written is refused at once.
+            partial = processes.on_main(stack.enter_context, folders.new_file(Path(config.output)))
+        scratch = stack.enter_context(tempfile.TemporaryDirectory())
+        given = read_rows(data, task, config, Path(scratch))
+        if partial is not None:
+            check_writable(partial.suffix, given)
         with_text = dataclasses.replace(given, rows=rows_with_text(given, task))
         for line in account.lines_about_new_rows(task, with_text):
             logger.info(line)
@@ -66,15 +107,18 @@ def predict(name: str, file: str, config: PredictConfig) -> str:
         predicted = task.predictions(with_text, row_results)
         if len(with_text.rows) < len(given.rows):
             predicted = for_all_rows(predicted, with_text, given)
-        if target.suffix == ".csv":
-            predicted = task.in_csv(predicted)
-        write_predictions(partial, given, predicted, config.excel)
-    without = len(given.rows) - len(with_text.rows)
-    note = f"; {counted(without, 'row')} without a text: no prediction there" if without else ""
-    return f"{target}: predictions for {counted(len(with_text.rows), 'row')}{note}"
+        if partial is not None:
+            in_file = task.in_csv(predicted) if partial.suffix == ".csv" else predicted
+            processes.on_main(write_predictions, partial, given, in_file, config.excel)
+    return PredictResult(
+        predictions=predicted,
+        row_count=len(with_text.rows),
+        rows_without_text=len(given.rows) - len(with_text.rows),
+        output=None if config.output is None else Path(config.output),
+    )
 
 
-def restored_task(name: str, record: RunRecord, config: PredictConfig) -> Task:
+def restored_task(name: str, record: RunRecord, config: PredictConfig | ScoreConfig) -> Task:
     """
     The task of a finished run, with what the run has learnt, and with the columns that the options name.
 
@@ -89,7 +133,7 @@ def restored_task(name: str, record: RunRecord, config: PredictConfig) -> Task:
     if "columns" not in learnt or "finetune" not in record or "max_seq_length" not in record:
         raise UserError(
             f"{name}: there is no such model, or no run_config.json of d2l-bert finetune says what it predicts; give "
-            f"a model that was fine-tuned with it"
+            f"a model that was fine-tuned with it, or use Transformers' pipeline for one that was not"
         )
     with explained(f"{name}: run_config.json", "put back that of d2l-bert finetune", ValueError, TypeError):
         # A newer version may have more options.
@@ -116,24 +160,28 @@ def restored_task(name: str, record: RunRecord, config: PredictConfig) -> Task:
     return task
 
 
-def read_rows(file: str, task: Task, config: PredictConfig, scratch: Path) -> Split:
+def read_rows(data: Any, task: Task, config: PredictConfig | ScoreConfig, scratch: Path) -> Split:
     """
-    The rows of a file or of the standard input, not yet read by the task.
+    The rows of a file, of the standard input or in memory, not yet read by the task.
 
     Args:
-        file: as in `predict`.
+        data: as in `predict`.
         scratch: a folder in which the standard input is kept.
 
     Raises:
-        UserError: the file cannot be read, or lacks a column that the task reads; or the first of its lines of text
+        UserError: the data cannot be read, or lack a column that the task reads; or the first line of a file of texts
             names columns.
     """
-    title = file
+    of_texts = [task.columns[option][0] for option in task.options_of_texts()]
+    if is_in_memory(data):
+        split = rows_in_memory(data, of_texts[0])
+        task.check_columns(split.title, split.columns, has_labels=False)
+        return split
+    title = file = str(data)
     if file == STDIN:
         title = "standard input"
         file = str(scratch / "standard input")
         Path(file).write_bytes(standard_input().read())
-    of_texts = [task.columns[option][0] for option in task.options_of_texts()]
     split = read_file(file, "", config.separator, of_texts[0], title=title)
     tables.check_separator(config.separator, [Path(file)])
     first = split.rows[0].cells.get(of_texts[0])

@@ -1,5 +1,6 @@
 """Question answering: the answer to a question is a span of a context, as in SQuAD (d2l, section 16.6.4)."""
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -7,7 +8,7 @@ import numpy as np
 import torch
 
 from d2l_bert.messages import UserError, explained
-from d2l_bert.training.finetuning import scoring
+from d2l_bert.training.finetuning import intervals, scoring
 from d2l_bert.training.finetuning.cells import check_length, json_in
 from d2l_bert.training.finetuning.features import Features, Window, encoded, note_of_windows
 from d2l_bert.training.finetuning.tasks import Task
@@ -58,6 +59,7 @@ class QuestionAnswering(Task):
     least_texts = 2
     more_columns = ("is_impossible",)
     metrics_shown = ("f1", "exact_match")
+    shares_of_rows = ("exact_match",)
     default_length = 384
     no_label = "has no answer, as each training row has; take the row out, or add training rows without an answer"
     usual_columns = {"question_column": ("question",), "context_column": ("context",), "label_column": ("answers",)}
@@ -168,13 +170,25 @@ class QuestionAnswering(Task):
             predicted.append(no_answer if has_none else answer)
         return predicted
 
-    def metrics(self, split, row_results):
+    def scores(self, split, row_results) -> np.ndarray:
+        """Exact match and F1 of each row (N, 2)."""
         scores = []
         for row, span in zip(split.rows, row_results, strict=True):
             gold = [answer.text for answer in row.label or []]
             scores.append(scoring.answer_scores(span.text, gold))
-        exact_match, f1 = np.mean(scores, axis=0).tolist()
+        return np.array(scores)
+
+    def metrics(self, split, row_results):
+        exact_match, f1 = np.mean(self.scores(split, row_results), axis=0).tolist()
         return {"exact_match": exact_match, "f1": f1}
+
+    def resampled(self, split, row_results):
+        exact_match, f1 = self.scores(split, row_results).T
+        return functools.partial(intervals.mean_figures, scores={"exact_match": exact_match, "f1": f1})
+
+    def mistakes(self, split, features, logits, row_results):
+        exact_match = self.scores(split, row_results)[:, 0]
+        return np.where(exact_match == 1, np.nan, [span.probability for span in row_results])
 
     def predictions(self, split, row_results):
         return {

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -16,10 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from d2l_bert import folders
-from d2l_bert.messages import READ_ERRORS, UserError, counted, explained
+from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, short_name
 from d2l_bert.model_cards.card import local_name
 from d2l_bert.tokenization import hub_datasets, tables
 from d2l_bert.tokenization.config import dataset_and_config
+from d2l_bert.tokenization.in_memory import as_dataset
 from d2l_bert.training.finetuning.cells import name_of, shown_line
 from d2l_bert.training.finetuning.config import FinetuneConfig
 
@@ -154,7 +155,7 @@ def read_file(
     if not file.is_file():
         raise UserError(f"{given}: no such file; give a table, or a text in each line")
     memory = memory or tables.Memory()
-    way_out = "repair the file; .json is a list of objects, or SQuAD's form"
+    way_out = "repair the file; .json is a list of objects (pandas: orient='records'), or SQuAD's form"
     # The messages of `LookupError` and `ValueError` say the way out themselves, those of the system do not.
     with explained(f"{title}: cannot be read", way_out, OSError), explained(title, "", LookupError, ValueError):
         if tables.file_kind(file) in tables.TABLE_KINDS:
@@ -165,7 +166,7 @@ def read_file(
             with explained("cannot be read", way_out, *READ_ERRORS, TypeError, RecursionError):
                 found = list(_rows_of_document(file, lines, title))
         else:
-            found = ((place, {text_column: line}) for place, line in _numbered_lines(file) if line.strip())
+            found = ((place, {text_column: line}) for place, line in _lines_with_text(file, title))
         rows = memory.hold(found)
     if not rows:
         raise UserError(f"{title}: has no rows; give a file with rows")
@@ -191,6 +192,20 @@ def _numbered_lines(file) -> Iterator[tuple[str, str]]:
     longest = LONGEST_DOCUMENT if tables.file_kind(file) == "json" else tables.LONGEST_LINE
     for number, line in enumerate(tables.lines_of(file, longest=longest), 1):
         yield f"line {number:,}", line.rstrip("\r\n")
+
+
+def _lines_with_text(file, title) -> Iterator[tuple[str, str]]:
+    """The lines of a text file that are not empty, each with its place; says how many others there are."""
+    empty = 0
+    for place, line in _numbered_lines(file):
+        if line.strip():
+            yield place, line
+        else:
+            empty += 1
+    if empty:
+        what = counted(empty, "empty line is", "empty lines are")
+        name = short_name(Path(title).name)
+        logger.info(f"{name}: {what} left out, so that rows do not have the numbers of their lines")
 
 
 def _rows_of_document(file, lines, title) -> Iterator[tuple[str, dict]]:
@@ -241,7 +256,7 @@ def _conll_rows(lines, title) -> Iterator[tuple[str, dict]]:
         kept_lines = {number for number, _ in kept}
         first = next(number for number, _ in numbered if number not in kept_lines)
         what = f"{counted(comments, 'line is', 'lines are')} left out as comments"
-        logger.info(shown_line(f"{title:.40}: {what}, first line {first:,}: {lines[first - 1]}"))
+        logger.info(shown_line(f"{short_name(Path(title).name)}: {what}, first line {first:,}: {lines[first - 1]}"))
     count = next((len(fields) for _, fields in kept if fields), 0)
     for number, fields in kept:
         if len(fields) not in (0, count):
@@ -367,8 +382,23 @@ def read_dataset(
                 f"dataset {name}: no rows in split {used!r:.100}; it has {', '.join(found)}: name one with "
                 f"--{split}_split"
             )
-        splits[split] = _split_of(found[used], name, used, memory)
+        title = f"dataset {name}, split {used}"
+        splits[split] = _split_of(found[used], title, f"{local_name(name)}, split {used}", memory)
     return splits
+
+
+def rows_in_memory(data, text_column: str) -> Split:
+    """
+    The rows of data in memory.
+
+    Args:
+        data, text_column: as in `in_memory.as_dataset`.
+
+    Raises:
+        UserError: the data are of another kind, have no rows, or take too much memory as Python's values.
+    """
+    title = "data in memory"
+    return _split_of(as_dataset(data, text_column), title, title, tables.Memory())
 
 
 def _load_dataset(name) -> dict:
@@ -386,9 +416,8 @@ def _load_dataset(name) -> dict:
         return datasets.load_dataset(path, configuration, **options)
 
 
-def _split_of(rows, name: str, split: str, memory: tables.Memory) -> Split:
-    """The rows of a split of the dataset `name`, as `datasets` has them."""
-    title = f"dataset {name}, split {split}"
+def _split_of(rows, title: str, name: str, memory: tables.Memory) -> Split:
+    """The rows of a `datasets.Dataset`; `title` names it in messages, and `name` in the record."""
     with explained(title, "", ValueError):
         held = memory.hold(_dataset_rows(rows, title))
         class_names = {}
@@ -399,7 +428,7 @@ def _split_of(rows, name: str, split: str, memory: tables.Memory) -> Split:
     cells = [row for _, row in held]
     return Split(
         title=title,
-        name=f"{local_name(name)}, split {split}",
+        name=name,
         rows=list(itertools.starmap(Row, held)),
         fingerprint=folders.short_hash(repr(cells)),
         class_names=class_names,
@@ -522,12 +551,28 @@ def _write_jsonl(path, split, predicted) -> None:
 
 def _write_csv(path, split, predicted, is_for_excel) -> None:
     kept = _columns_without_bytes(split)
+    write_csv(path, _csv_rows(split, kept, predicted), is_for_excel)
+
+
+def _csv_rows(split, kept, predicted) -> Iterator[list]:
+    """The names of the columns, and the cells of each row."""
+    yield [*kept, *predicted]
+    for row, new in zip(split.rows, _new_cells(predicted, len(split.rows)), strict=True):
+        of_row = [row.cells.get(name) for name in kept]
+        yield [*of_row, *new]
+
+
+def write_csv(path: Path, table: Iterable[list], is_for_excel: bool = False) -> None:
+    """
+    Write the rows of a table as CSV, the names of the columns first.
+
+    Args:
+        is_for_excel: as in `write_predictions`.
+    """
     with path.open("w", encoding="utf-8-sig" if is_for_excel else "utf-8", newline="") as file:
         writer = csv.writer(file, delimiter=";" if is_for_excel else ",")
-        writer.writerow(_csv_cells([*kept, *predicted], is_for_excel))
-        for row, new in zip(split.rows, _new_cells(predicted, len(split.rows)), strict=True):
-            of_row = [row.cells.get(name) for name in kept]
-            writer.writerow(_csv_cells([*of_row, *new], is_for_excel))
+        for cells in table:
+            writer.writerow(_csv_cells(cells, is_for_excel))
 
 
 def _csv_cells(cells: list, is_for_excel: bool) -> list:
@@ -559,10 +604,7 @@ def _columns_without_bytes(split):
     for row in split.rows:
         left_out.update(name for name, cell in row.cells.items() if _has_bytes(cell))
     for name in sorted(left_out):
-        logger.warning(
-            f"{split.title}: column {name!r:.100} holds bytes, and is left out, as a file of text has no form for "
-            f"them; .parquet has"
-        )
+        logger.warning(f"left out is column {name!r:.60}, which holds bytes; an output in .parquet has it")
     return [name for name in split.columns if name not in left_out]
 
 

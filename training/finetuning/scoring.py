@@ -13,19 +13,11 @@ from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from d2l_bert.messages import explained
 from d2l_bert.model_cards.figures import ON_ROWS
 
-
-with explained(
-    "finetune needs scikit-learn and scipy for its metrics",
-    "install them with pip install 'd2l-bert[finetune]'",
-    ImportError,
-):
-    import scipy.special
-    import scipy.stats
-    import sklearn.metrics
 
 # Metrics that are best when they are small.
 LOWER_IS_BETTER = ("loss", "mse", "mae")
@@ -49,6 +41,22 @@ class Sides(NamedTuple):
     true: list[str] | np.ndarray
     predicted: list[str] | np.ndarray
     names: list[str]
+
+
+def check_libraries(command: str) -> None:
+    """
+    Refuse a command that measures without the libraries of metrics, before it reads and trains. `predict` needs none.
+
+    Raises:
+        UserError: scikit-learn or scipy is not installed.
+    """
+    with explained(
+        f"{command} needs scikit-learn and scipy for its metrics",
+        "install them with pip install 'd2l-bert[finetune]'",
+        ImportError,
+    ):
+        import scipy.stats  # noqa: F401
+        import sklearn.metrics  # noqa: F401
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -82,6 +90,8 @@ def class_metrics(labels, predicted, classes: int) -> dict[str, float]:
         `labels` or `predicted` (macro F1); `accuracy_f1_mean`; and `matthews_correlation` (Matthews, 1975), 0 if
         `labels` or `predicted` are all equal.
     """
+    import sklearn.metrics
+
     average = {"average": "binary", "pos_label": 1} if classes == 2 else {"average": "macro"}
     accuracy = float(sklearn.metrics.accuracy_score(labels, predicted))
     f1 = float(sklearn.metrics.f1_score(labels, predicted, zero_division=0.0, **average))
@@ -107,6 +117,8 @@ def multilabel_metrics(labels, predicted) -> dict[str, float]:
         `f1` over all cells (micro F1), `macro_f1`, the mean of the labels' F1 (0 for a label without a cell of 1), and
         `exact_match`, the share of rows with all labels right.
     """
+    import sklearn.metrics
+
     # scikit-learn reads one column as classes 0 and 1, whose F1 would count the cells of 0 too.
     counted = {"labels": [1]} if np.shape(labels)[1] == 1 else {}
     return {
@@ -127,6 +139,8 @@ def number_metrics(labels, predicted) -> dict[str, float]:
         The correlations `pearson` and `spearman` and their mean, 0 if one side is constant or N is 1; `mse` and `mae`,
         the means of the squared and the absolute errors.
     """
+    import scipy.stats
+
     labels = np.asarray(labels, dtype=float)
     predicted = np.asarray(predicted, dtype=float)
     pearson = 0.0
@@ -238,6 +252,18 @@ def tag_metrics(gold: list[list[str]], predicted: list[list[str]], has_entities:
 # Probabilities and the report by class
 
 
+def probabilities(logits: np.ndarray, of_each: bool = False) -> np.ndarray:
+    """
+    The probabilities of logits (..., C), in float64.
+
+    Args:
+        of_each: as in `probability_columns`.
+    """
+    exact = torch.from_numpy(logits.astype(np.float64))
+    shares = exact.sigmoid() if of_each else exact.softmax(-1)
+    return shares.numpy()
+
+
 def probability_columns(names: list, logits: np.ndarray, of_each: bool = False) -> dict[str, list[float]]:
     """
     Columns of the table of predictions: `probability`, that of the likeliest, and for few classes that of each.
@@ -248,9 +274,7 @@ def probability_columns(names: list, logits: np.ndarray, of_each: bool = False) 
         of_each: each name has a probability of its own (the sigmoid), and none is the likeliest; else the
             probabilities of a row add up to 1 (the softmax).
     """
-    logits = logits.astype(np.float64)
-    shares = scipy.special.expit(logits) if of_each else scipy.special.softmax(logits, -1)
-    shares = np.round(shares, 6)
+    shares = np.round(probabilities(logits, of_each), 6)
     columns = {}
     if not of_each:
         columns["probability"] = shares.max(-1).tolist()
@@ -267,6 +291,8 @@ def report_by_class(true, predicted, names: list[str]) -> dict:
     Args:
         true, predicted, names: as in `Sides`.
     """
+    import sklearn.metrics
+
     # scikit-learn reads one column as classes 0 and 1.
     columns = range(len(names)) if len(names) > 1 else [1]
     # scikit-learn has averages in the same dict: a class of the name of one, or of that with "(class)", gets another.

@@ -33,7 +33,7 @@ def load_splits(config: FinetuneConfig, task: Task) -> dict[str, Split]:
     splits = _read_splits(config, task)
     task.find_columns(splits["train"].columns)
     for name, split in splits.items():
-        splits[name] = _as_the_task_reads(name, split, task)
+        splits[name] = as_the_task_reads(name, split, task)
     if "validation" not in splits and config.validates():
         splits["train"], splits["validation"] = hold_out(splits["train"], task)
         splits = {name: splits[name] for name in SPLITS if name in splits}
@@ -87,7 +87,7 @@ def _needed_columns(file: str, split: str, task: Task, config: FinetuneConfig) -
 # Rows as the task reads them
 
 
-def _as_the_task_reads(name: str, split: Split, task: Task) -> Split:
+def as_the_task_reads(name: str, split: Split, task: Task) -> Split:
     """
     The split with texts and labels in its rows; of the training rows, the task learns what the labels are.
 

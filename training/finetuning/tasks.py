@@ -9,6 +9,7 @@ from transformers import DataCollatorWithPadding
 
 from d2l_bert.messages import UserError
 from d2l_bert.modeling.records import Learnt
+from d2l_bert.training.finetuning import intervals
 from d2l_bert.training.finetuning.cells import SURROGATE, check_text, listed
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.features import Features, Window
@@ -67,6 +68,10 @@ class Task:
     - `features(split, tokenizer, max_seq_length)`: the `Features` of a split; in a split without labels, their
       `labels` are not read. Raises `UserError` for a tokenizer or a length that cannot be used;
     - `metrics(split, row_results)`: the metrics of a labelled split by name, without the loss;
+    - `resampled(split, row_results)`: a function of `counts`, how often each row is drawn, that gives the metrics of
+      what is drawn (`intervals`), but for `shares_of_rows`;
+    - `mistakes(split, features, logits, row_results)`: how sure the model is of what it says wrongly in each row,
+      or for numbers how far it is off; NaN for a row that is right (N,);
     - `predictions(split, row_results)`: columns with the predictions for each row of a split;
     - `about_labels(rows)`, if it has no classes.
 
@@ -82,13 +87,16 @@ class Task:
         usual_columns: by the option that names a column, its usual names; the columns of texts stand in the order in
             which the model reads their texts.
         columns: by the option, the columns of this run, which `find_columns` finds, in the same order.
-        reads_labels: whether `read` reads labels; a task that was restored, as in `predict`, does not.
+        reads_labels: whether `read` reads labels; a task that was restored, as in `predict`, does not before
+            `read_labels`.
         classes: the names of the classes in the order of their numbers, which `learn` finds; [] for tasks without.
         number_of: by the name of a label, its number; {} for tasks without classes or choices.
         settings: the fields of the model's configuration that the task decides: `num_labels`, `id2label`, ...
         problem_type: that of the model's configuration, which has one for `AutoModelForSequenceClassification`.
         has_unanswerable: whether training rows have questions without an answer.
         no_label: for a message: what is wrong with an empty cell in the column of labels, and the way out.
+        shares_of_rows: the metrics that are the share of rows for which something holds.
+        mistake: the name of the column with what `mistakes` gives.
         needed_to_predict: the entries of `learnt`, beside the columns, that `predict` needs.
         least_texts: the least number of columns of texts, without those of choices.
         more_columns: columns that `read` uses if rows have them, and that no option names.
@@ -100,6 +108,8 @@ class Task:
     main_metric = "accuracy"
     collator = DataCollatorWithPadding
     default_length = 128
+    shares_of_rows: tuple[str, ...] = ("accuracy",)
+    mistake = "confidence in the mistake"
     needed_to_predict: tuple[str, ...] = ()
     least_texts = 1
     more_columns: tuple[str, ...] = ()
@@ -153,6 +163,22 @@ class Task:
             self._restore_classes(learnt["classes"])
         self.reads_labels = False
 
+    def read_labels(self, columns: list[str]) -> None:
+        """
+        Read the labels of rows again, after `restore`.
+
+        Args:
+            columns: of the labels; [] for those of the training.
+
+        Raises:
+            ValueError: neither these nor what was restored name a column of labels.
+        """
+        if columns:
+            self.columns["label_column"] = columns
+        if "label_column" not in self.columns:
+            raise ValueError("learnt.columns names no column of labels; name it with --label_column")
+        self.reads_labels = True
+
     def _restore_columns(self, columns):
         for option in self.usual_columns:
             if names := columns.get(option):
@@ -171,6 +197,7 @@ class Task:
         if any(SURROGATE.search(name) for name in names):
             raise ValueError("learnt.classes has half a character (a surrogate alone)")
         self.classes = names
+        self.number_of = {name: number for number, name in enumerate(names)}
 
     # -----------------------------------------------------------------------------------------------------------------
     # Columns
@@ -366,6 +393,12 @@ class Task:
         """
         in_units_of_labels = logits if is_finished else self.rescaled(logits)
         return self.by_row(split, features.windows, in_units_of_labels)
+
+    def estimates(self, split: Split, row_results) -> dict[str, intervals.Estimate]:
+        """The metrics of a labelled split, with standard errors and intervals."""
+        metrics = self.metrics(split, row_results)
+        figures_of = self.resampled(split, row_results)
+        return intervals.estimates(metrics, self.shares_of_rows, len(split.rows), figures_of)
 
     def baseline(self, train: Split, split: Split) -> Baseline | None:
         """The baseline of a split, which needs the training rows, but no model; None for a task without one."""

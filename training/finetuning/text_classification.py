@@ -1,12 +1,13 @@
 """The tasks about a text or a pair of texts: one class, several labels, or a number (d2l, section 16.6)."""
 
+import functools
 import re
 
 import numpy as np
 import torch
 
 from d2l_bert.messages import UserError, explained
-from d2l_bert.training.finetuning import scoring
+from d2l_bert.training.finetuning import intervals, scoring
 from d2l_bert.training.finetuning.cells import WHOLE_FLOAT, is_filled, json_in, list_in, listed, name_of, whole
 from d2l_bert.training.finetuning.features import Features, truncated
 from d2l_bert.training.finetuning.tasks import Baseline, Task
@@ -105,7 +106,9 @@ class TextClassification(TextTask):
         # The order of the classes: that of the column of labels in a dataset; else that of the data set which `task`
         # names, unless the rows have other classes; else `learn_classes` sorts them.
         in_rows = {row.label for row in train.rows} - {None}
-        of_column = train.class_names.get(self.label_column)
+        of_column = train.class_names.get(self.label_column, [])
+        if not in_rows.issubset(of_column):
+            of_column = []  # numbers, in whose place `label_in` has put the names of the data set that `task` names
         unknown = sorted(in_rows.difference(self.classes_of_data_set))
         if of_column:
             self.learn_classes(train, in_rows, of_column)
@@ -126,6 +129,18 @@ class TextClassification(TextTask):
 
     def metrics(self, split, row_results):
         return scoring.class_metrics(self.targets(split), row_results.argmax(-1), len(self.classes))
+
+    def resampled(self, split, row_results):
+        return functools.partial(
+            intervals.class_figures,
+            true=self.targets(split),
+            predicted=row_results.argmax(-1),
+            classes=len(self.classes),
+        )
+
+    def mistakes(self, split, features, logits, row_results):
+        is_right = row_results.argmax(-1) == self.targets(split)
+        return np.where(is_right, np.nan, scoring.probabilities(row_results).max(-1))
 
     def baseline(self, train, split):
         counts = np.bincount(self.targets(train), minlength=len(self.classes))  # the largest is chosen, as of logits
@@ -153,6 +168,7 @@ class MultiLabelClassification(TextTask):
     needed_to_predict = ("classes",)
     main_metric = "f1"
     metrics_shown = ("f1", "macro_f1", "exact_match")
+    shares_of_rows = ("exact_match",)
 
     def label_in(self, cells, split):
         """The labels of a row; raises `ValueError` if there is something else."""
@@ -162,11 +178,19 @@ class MultiLabelClassification(TextTask):
             return [name_of(entry, self.label_column, split.class_names.get(self.label_column)) for entry in entries]
         for column in columns:
             if cells.get(column) not in (0, 1, "0", "1", "0.0", "1.0"):
-                raise ValueError(f"column {column!r:.100} holds {cells.get(column)!r:.100}; write 0 or 1")
+                raise ValueError(
+                    f"column {column!r:.100} holds {cells.get(column)!r:.100}; write 0 or 1, or take the row out"
+                )
         return [column for column in columns if float(cells[column]) == 1]
 
     def learn(self, train):
         labels = [row.label for row in train.rows]
+        doubled = next((row for row in train.rows if len(set(row.label)) < len(row.label)), None)
+        if doubled and set().union(*labels) <= {"0", "1"}:
+            raise UserError(
+                f"{train.title}, {doubled.place}: column {self.label_column!r:.100} holds {doubled.label!r:.40}, as a "
+                f"yes or no for each label; write the names of the labels, or a column of 0 and 1 for each"
+            )
         first = set(labels[0])
         if all(set(names) == first for names in labels):
             raise UserError(
@@ -223,6 +247,24 @@ class MultiLabelClassification(TextTask):
 
     def metrics(self, split, row_results):
         return scoring.multilabel_metrics(self.targets(split), self.predicted(row_results))
+
+    def resampled(self, split, row_results):
+        true = self.targets(split)
+        predicted = self.predicted(row_results)
+        return functools.partial(
+            intervals.multilabel_figures,
+            true=np.array(np.nonzero(true)),
+            predicted=np.array(np.nonzero(predicted)),
+            both=np.array(np.nonzero(true & predicted)),
+            labels=len(self.classes),
+        )
+
+    def mistakes(self, split, features, logits, row_results):
+        """The probability of the surest one of a row's labels that is wrong: that it has, or that it has not."""
+        yes = scoring.probabilities(row_results, of_each=True)
+        is_right = self.predicted(row_results) == self.targets(split)
+        of_labels = np.where(is_right, -np.inf, np.maximum(yes, 1 - yes))
+        return np.where(is_right.all(-1), np.nan, of_labels.max(-1))
 
     def baseline(self, train, split):
         shares = self.targets(train).mean(0)
@@ -289,6 +331,8 @@ class Regression(TextTask):
     needed_to_predict = ("mean", "deviation")
     main_metric = "pearson_spearman_mean"
     metrics_shown = ("pearson", "spearman", "pearson_spearman_mean", "mse", "mae")
+    shares_of_rows = ()
+    mistake = "error"
 
     def label_in(self, cells, split):
         """The number in a row; raises `ValueError` if there is something else."""
@@ -355,6 +399,21 @@ class Regression(TextTask):
 
     def metrics(self, split, row_results):
         return scoring.number_metrics([row.label for row in split.rows], row_results[:, 0])
+
+    def resampled(self, split, row_results):
+        true = np.array([row.label for row in split.rows], dtype=float)
+        predicted = row_results[:, 0].astype(float)
+        return functools.partial(
+            intervals.number_figures,
+            true=true,
+            predicted=predicted,
+            place_of_true=np.unique(true, return_inverse=True)[1],
+            place_of_predicted=np.unique(predicted, return_inverse=True)[1],
+        )
+
+    def mistakes(self, split, features, logits, row_results):
+        error = np.abs(row_results[:, 0] - np.array([row.label for row in split.rows], dtype=float))
+        return np.where(error == 0, np.nan, error)
 
     def baseline(self, train, split):
         return Baseline("always the mean of the training labels", self.always(split, [self.mean]))

@@ -1,5 +1,6 @@
 """Token classification: a tag for each word of a text, such as the entities of BIO (d2l, section 16.6.3)."""
 
+import functools
 import itertools
 from collections import Counter
 
@@ -7,7 +8,7 @@ import numpy as np
 from transformers import DataCollatorForTokenClassification
 
 from d2l_bert.messages import UserError, counted
-from d2l_bert.training.finetuning import scoring
+from d2l_bert.training.finetuning import intervals, scoring
 from d2l_bert.training.finetuning.cells import check_length, check_text, list_in, name_of
 from d2l_bert.training.finetuning.features import Features, Window, encoded, note_of_windows
 from d2l_bert.training.finetuning.rows import Row
@@ -36,6 +37,7 @@ class TokenClassification(Task):
     main_metric = "f1"
     needed_to_predict = ("classes", "default", "scheme")
     metrics_shown = ("f1", "precision", "recall", "strict_f1", "accuracy")
+    shares_of_rows = ()  # the words of a text are no draws of their own
     collator = DataCollatorForTokenClassification
     usual_columns = {"text_column": ("tokens", "words"), "label_column": ("ner_tags", "tags", "labels", "label")}
 
@@ -119,7 +121,11 @@ class TokenClassification(Task):
                 labels[positions] = [self.number_of[tags[word]] for word in firsts]
             features.append({**inputs, "labels": labels.tolist()})
             windows.append(Window(number, positions, words))
-        return Features(features, windows, note_of_windows(split, windows, max_seq_length))
+        note = note_of_windows(split, windows, max_seq_length)
+        if no_token := sum(map(len, texts)) - len(seen):
+            what = f"{counted(no_token, 'word')} of unseen signs alone, which the model does not see: {self.default!r}"
+            note = f"{note}; {what}" if note else what
+        return Features(features, windows, note)
 
     def loss(self, logits, labels):
         return super().loss(logits.flatten(0, 1), labels.flatten())
@@ -135,6 +141,25 @@ class TokenClassification(Task):
 
     def metrics(self, split, row_results):
         return scoring.tag_metrics([row.label for row in split.rows], row_results, self.scheme is not None)
+
+    def resampled(self, split, row_results):
+        gold = [row.label for row in split.rows]
+        tallies = intervals.tag_tallies(gold, row_results, self.scheme is not None)
+        return functools.partial(intervals.tag_figures, tallies=tallies)
+
+    def mistakes(self, split, features, logits, row_results):
+        """The probability of the surest wrong tag of a row; 0 if no wrong one is of a word with pieces."""
+        wrong = []  # for each row the numbers of its words with a wrong tag
+        for row, tags in zip(split.rows, row_results, strict=True):
+            pairs = enumerate(zip(row.label, tags, strict=True))
+            wrong.append({number for number, (true, said) in pairs if true != said})
+        surest = np.array([0.0 if words else np.nan for words in wrong])
+        for window, of_window in zip(features.windows, logits, strict=True):
+            shares = scoring.probabilities(of_window[window.positions]).max(-1)
+            for word, share in zip(window.places, shares, strict=True):
+                if word in wrong[window.row]:
+                    surest[window.row] = max(surest[window.row], share)
+        return surest
 
     def baseline(self, train, split):
         counts = Counter()

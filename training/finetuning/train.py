@@ -1,6 +1,7 @@
 """`finetune`: trains a model for each rate, then for each seed with the best rate; keeps the best model."""
 
 import contextlib
+import dataclasses
 import logging
 import math
 import sys
@@ -31,7 +32,25 @@ logger = logging.getLogger(__name__)
 RESULT_FILE = "result.json"
 
 
-def finetune(config: FinetuneConfig) -> Path:
+@dataclasses.dataclass(frozen=True)
+class FinetuneResult:
+    """
+    What a fine-tuning has left.
+
+    Args:
+        output_dir: the output folder, which `from_pretrained` and `predict` load.
+        metrics: the content of metrics.json there: `test_accuracy` and the like, the figures of each seed, and what
+            knowing nothing scores (`folder.make_metrics`).
+        predictions: the file with the predictions for the test rows; None without test rows.
+    """
+
+    output_dir: Path
+    metrics: dict = dataclasses.field(repr=False)
+    predictions: Path | None
+
+
+@processes.restore_host_settings()
+def finetune(config: FinetuneConfig) -> FinetuneResult:
     """
     Fine-tune a model on a table, by Transformers' `Trainer`, on all launched processes.
 
@@ -41,14 +60,12 @@ def finetune(config: FinetuneConfig) -> Path:
     Args:
         config: the options of the run.
 
-    Returns:
-        The output folder.
-
     Raises:
         UserError: an option, the data, the model or the output folder is wrong, or a file cannot be written.
     """
+    scoring.check_libraries("finetune")
     state = processes.start_processes()
-    with processes.restore_host_settings(), without_log_messages():
+    with without_log_messages():
         with processes.together():
             plan = make_plan(config, state.num_processes)
             record = make_record(plan)
@@ -60,8 +77,11 @@ def finetune(config: FinetuneConfig) -> Path:
             messages.report.info(finish(plan, record, outcome))  # `report` is the logger of what goes to stdout
         if config.push_to_hub:
             settings = PublishConfig(public=not config.hub_private_repo)
-            messages.report.info(processes.on_main(publish.publish, plan.folder, repository_of(config), settings))
-    return plan.folder
+            sent = processes.on_main(publish.publish, plan.folder, repository_of(config), settings)
+            messages.report.info(sent.report)
+        metrics = processes.on_main(run_folder.read_metrics, plan.folder)
+    predictions = plan.folder / run_folder.PREDICTIONS_FILE if "test" in plan.splits else None
+    return FinetuneResult(output_dir=plan.folder, metrics=metrics, predictions=predictions)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,7 +193,7 @@ def callbacks_of(
     if config.early_stopping_patience is not None:
         callbacks.append(transformers.EarlyStoppingCallback(config.early_stopping_patience))
     callbacks.append(checkpoint_callback)
-    if sys.stderr.isatty():
+    if messages.shows_bars():
         callbacks.append(trainer.Bar())
     return callbacks
 

@@ -60,8 +60,6 @@ class EmbedConfig(Options):
 
     def contradictions(self, given: set[str]) -> Iterator[str]:
         """As in `Options`."""
-        if self.output is None and not self.nearest:
-            yield "nothing to do: give --output FILE for the vectors, or --nearest TEXT, or both"
         if self.output is not None and Path(self.output).suffix not in (".npy", ".parquet"):
             yield f"output {self.output}: give a name that ends in .npy or .parquet"
 

@@ -3,8 +3,9 @@
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +16,7 @@ from d2l_bert import folders, messages
 from d2l_bert.inference.config import EmbedConfig
 from d2l_bert.modeling import conversion, loading
 from d2l_bert.tokenization import coverage, files, long_texts, rules, tables
+from d2l_bert.tokenization.in_memory import is_in_memory
 from d2l_bert.tokenization.text_layout import grouped
 
 
@@ -37,33 +39,67 @@ FEWEST_LINES = 100
 LEAST_VARIANCE = 1e-3
 
 
-def embed(name: str, file: str, config: EmbedConfig) -> str:
+class Neighbour(NamedTuple):
     """
-    Compute a vector for each line of a file; write the vectors, or find the lines nearest to texts, or both.
+    A line that is near to a text.
 
-    Line i of the file is row i of the output, also if the line is empty: an empty line has the vector of [CLS] [SEP].
-    Lines with more tokens than `max_seq_length` are cut. Cut and empty lines are counted and logged, and the share of
-    the characters in `[UNK]`.
+    Args:
+        cosine: of the two vectors (`evened`).
+        line: the number of the line, from 1.
+        text: the line.
+    """
+
+    cosine: float
+    line: int
+    text: str
+
+
+@dataclass(frozen=True)
+class EmbedResult:
+    """
+    The vectors of lines, and what is near to texts.
+
+    Args:
+        vectors: float32 (lines, H); None if they were written to `output`, or only compared with texts.
+        nearest: for each text of the option `nearest` its nearest lines, nearest first.
+        line_count: how many lines there are.
+        output: the file with the vectors; None if none was asked for.
+        report: what the command prints.
+    """
+
+    vectors: np.ndarray | None = field(repr=False)
+    nearest: list[list[Neighbour]]
+    line_count: int
+    output: Path | None
+    report: str
+
+
+def embed(name: str, data: Any, config: EmbedConfig) -> EmbedResult:
+    """
+    Compute a vector for each line; write the vectors, or find the lines nearest to texts, or both. With neither the
+    vectors are returned.
+
+    Line i is row i of the output, also if the line is empty: an empty line has the vector of [CLS] [SEP]. Lines with
+    more tokens than `max_seq_length` are cut. Cut and empty lines are counted and logged, and the share of the
+    characters in `[UNK]`.
 
     Args:
         name: the model, a folder or an id on the Hub; any encoder of Transformers.
-        file: as in `files.lines_and_cells`. Vectors that it has are taken as they are.
-
-    Returns:
-        A message: what was written, and for each text the nearest lines, nearest first, with their cosine (`evened`)
-        and number from 1.
+        data: as in `files.lines_and_cells`. Vectors that it has are taken as they are.
 
     Raises:
-        UserError: an option, the model, the file or the output is refused; no line has a text. No file is left.
+        UserError: an option, the model, the data or the output is refused; no line has a text. No file is left.
     """
     config.check()
-    source = "standard input" if file == files.STDIN else file
-    all_rows = files.lines_and_cells(file, config.text_column, config.separator)
-    tables.check_separator(config.separator, [Path(file)])
+    source = source_name(data)
+    all_rows = files.lines_and_cells(data, config.text_column, config.separator)
+    tables.check_separator(config.separator, [] if is_in_memory(data) else [Path(data)])
     encoder = load_line_encoder(name, config)
     nearest = Nearest(encoder, config.nearest, config.top_k)
     counts = Counts()
     columns = None
+    kept = []
+    is_kept = not config.output and not config.nearest
     size = encoder.model.config.hidden_size
     output = vector_file(Path(config.output), size) if config.output else contextlib.nullcontext()
     with output as append:
@@ -82,6 +118,8 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
                 append(columns, vectors.numpy())
             if config.nearest:
                 nearest.add(lines, vectors, counts.lines + 1)
+            if is_kept:
+                kept.append(vectors.numpy())
             counts.add(lines, encodings, encoder)
         if not counts.lines:
             raise messages.UserError(f"{source}: no line; give texts")
@@ -94,7 +132,20 @@ def embed(name: str, file: str, config: EmbedConfig) -> str:
     said = nearest.found_lines()
     if config.output:
         said.insert(0, f"{config.output}: {counts.lines:,} vectors of {size:,} numbers, one for each line")
-    return "\n".join(said)
+    return EmbedResult(
+        vectors=np.concatenate(kept) if is_kept else None,
+        nearest=nearest.best,
+        line_count=counts.lines,
+        output=Path(config.output) if config.output else None,
+        report="\n".join(said),
+    )
+
+
+def source_name(data: Any) -> str:
+    """What data are called in messages."""
+    if is_in_memory(data):
+        return "data in memory"
+    return "standard input" if data == files.STDIN else str(data)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -191,7 +242,7 @@ class Nearest:
         self.text_encodings = encoder.tokenizer.backend_tokenizer.encode_batch(texts)
         self.text_vectors = encoder.vectors_of(self.text_encodings)
         self.even = None  # the function that `evened` makes of the first group's vectors
-        self.best = [[] for _ in texts]  # of each text: the negative cosine, the number and the line, nearest first
+        self.best: list[list[Neighbour]] = [[] for _ in texts]  # of each text, nearest first
 
     def add(self, lines: list[str], vectors: torch.Tensor, first: int) -> None:
         """
@@ -206,10 +257,12 @@ class Nearest:
             self.even = evened(vectors[has_text])
         vectors = self.even(vectors)
         for place, query in enumerate(self.even(self.text_vectors)):
-            negative = (-torch.cosine_similarity(vectors, query)).tolist()  # the largest cosine comes first
-            numbered = zip(negative, range(first, first + len(lines)), lines, strict=True)
-            new = [each for each, is_text in zip(numbered, has_text, strict=True) if is_text]
-            self.best[place] = sorted([*self.best[place], *new])[: self.top_k]
+            cosines = torch.cosine_similarity(vectors, query).tolist()
+            numbers = range(first, first + len(lines))
+            all_lines = list(map(Neighbour, cosines, numbers, lines))
+            new = [each for each, is_text in zip(all_lines, has_text, strict=True) if is_text]
+            by_nearness = sorted([*self.best[place], *new], key=lambda each: (-each.cosine, each.line))
+            self.best[place] = by_nearness[: self.top_k]
 
     def found_lines(self) -> list[str]:
         """For people: the nearest lines, with cosine and number, below the text if there are several."""
@@ -217,8 +270,8 @@ class Nearest:
         for text, best in zip(self.texts, self.best, strict=True):
             if len(self.texts) > 1:
                 said.append(f"nearest to {messages.shortened(text, 160)}:")
-            for negative, number, line in best:
-                said.append(f"  {-negative:7.4f}  line {number:,}  {messages.shortened(line, 160)}")
+            for cosine, number, line in best:
+                said.append(f"  {cosine:7.4f}  line {number:,}  {messages.shortened(line, 160)}")
         return said
 
 
