@@ -49,7 +49,9 @@ BLOCK_TOKENS = 2**14
 MOST_MEASURED = 4096  # masked tokens to measure on
 MEASURED_AT_ONCE = 512  # of these, whose logits are in memory
 
-WORD_DEVIATION = 0.2  # the standard deviation of the word vectors
+# The standard deviation of the word vectors. With twice as much the rates that suit the blocks move the vectors too
+# little (benchmarks/LOG.md).
+WORD_DEVIATION = 0.1
 POSITION_NORM = 2.0  # the norm of a position beside that of a frequent word
 
 # By how much the attention score of the neighbour exceeds the mean score.

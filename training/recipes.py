@@ -93,8 +93,8 @@ def tiny() -> tuple[D2lBertConfig, PretrainConfig]:
     """
     run = PretrainConfig(
         recipe="tiny",
-        max_steps=1200,
-        global_batch_size=64,
+        max_steps=2400,
+        global_batch_size=32,
         length_schedule=["32:0.4"],
         learning_rate=5e-3,
         **{**SEARCHED, "mlm_probability": "0.30->0.15"},
