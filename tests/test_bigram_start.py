@@ -11,6 +11,7 @@ from runs import log_rows, run, steps_counted
 from safetensors.torch import load_file
 from stores import corpus_of
 
+from d2l_bert import D2lBertConfig, D2lBertForMaskedLM
 from d2l_bert.__main__ import main
 from d2l_bert.training import bigram_start
 from d2l_bert.training.config import PretrainConfig
@@ -156,6 +157,30 @@ def test_an_untrained_model_knows_more_than_frequencies(options, books, tmp_path
     assert first["step"] == 0 and first["eval_mlm_loss"] == metrics["eval_initial_mlm_loss"]
     assert metrics["eval_initial_mlm_loss"] < 0.8 * metrics["eval_token_entropy"]
     assert "before the first step" in (tmp_path / "model" / "README.md").read_text(encoding="utf-8")
+
+
+def test_heads_of_each_block_look_one_place_farther_than_those_before(chain):
+    config = D2lBertConfig(
+        vocab_size=ENTRIES,
+        hidden_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=32,
+        max_position_embeddings=32,
+        attn_implementation="eager",
+        initializer_range=0.05,
+    )
+    torch.manual_seed(0)
+    model = D2lBertForMaskedLM(config).eval()
+    with torch.no_grad():
+        vectors = word_vectors(chain, 72, torch.Generator().manual_seed(0))
+        bigram_start.arrange(model, vectors, torch.Generator().manual_seed(0))
+    ids = torch.randint(3, ENTRIES, (1, 32))
+    attentions = model(input_ids=ids, output_attentions=True).attentions
+    for number, probabilities in enumerate(attentions, 1):
+        for head, shift in ((0, -number), (1, number)):
+            found = probabilities[0, head, 8:24].argmax(-1)
+            assert found.tolist() == list(range(8 + shift, 24 + shift)), (number, head)
 
 
 @pytest.mark.slow
