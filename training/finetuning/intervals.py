@@ -72,18 +72,13 @@ def estimates(
 
 
 def of_share(share: float, rows: int) -> Estimate:
-    """
-    A share of rows with Wilson's interval (1927), which holds at small numbers and near 0 and 1, too.
+    """A share of rows with Wilson's interval (1927), which holds at small numbers and near 0 and 1, too."""
+    # Not for the commands that measure nothing, which scipy would delay.
+    import scipy.stats
 
-        (p + z²/2n ± z sqrt(p(1 - p)/n + z²/4n²)) / (1 + z²/n)
-    """
-    middle = share + Z**2 / (2 * rows)
-    half = Z * np.sqrt(share * (1 - share) / rows + Z**2 / (4 * rows**2))
-    scale = 1 + Z**2 / rows
+    interval = scipy.stats.binomtest(round(share * rows), rows).proportion_ci(method="wilson")
     standard_error = float(np.sqrt(share * (1 - share) / rows))
-    low = max(0.0, float((middle - half) / scale))
-    high = min(1.0, float((middle + half) / scale))
-    return Estimate(share, standard_error or None, low, high, WILSON)
+    return Estimate(share, standard_error or None, float(interval.low), float(interval.high), WILSON)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
