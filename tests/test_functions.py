@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+import pickle
 import pkgutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from d2l_bert import UserError, messages, train_wordpiece
 from d2l_bert.__main__ import main
 from d2l_bert.tokenization.in_memory import as_dataset
 from d2l_bert.training import processes
+from d2l_bert.training.finetuning.config import FinetuneConfig
 
 
 ROOT = Path(__file__).parents[1]
@@ -59,6 +61,48 @@ def test_numbers_of_numpy_are_options():
     config = d2l_bert.PretrainConfig(max_steps=np.int64(3), learning_rate=np.float32(0.5), seed=np.uint8(7))
     config.check()
     assert json.dumps([config.max_steps, config.learning_rate, config.seed]) == "[3, 0.5, 7]"
+
+
+@pytest.mark.parametrize("rates", [3e-4, "3e-4", [3e-4], ["3e-4"], np.float64(3e-4), [3e-4, 1e-5]])
+def test_an_option_of_several_values_takes_numbers_and_one_alone(rates):
+    config = FinetuneConfig(model="m", task="text-classification", train_file="a.csv", learning_rate=rates)
+    config.label_column = "mood"
+    config.check()
+    assert config.learning_rates()[0] == 3e-4 and config.label_column == ["mood"]
+    assert config.learning_rates()[1:] == ([1e-5] if len(np.atleast_1d(rates)) > 1 else [])
+
+
+@pytest.mark.parametrize("rates", [True, [True], {"a": 1}, None, [[1e-4]]])
+def test_what_is_no_list_of_numbers_is_refused(rates):
+    config = FinetuneConfig(model="m", task="text-classification", train_file="a.csv", learning_rate=rates)
+    with pytest.raises(UserError, match="learning_rate"):
+        config.check()
+
+
+def test_a_refusal_names_flags_on_the_command_line_and_arguments_in_a_program(trained, tmp_path, capsys):
+    (tmp_path / "rows.csv").write_text("a\nb\n")
+    given = {"text_column": "review", "task": "text-classification", "train_file": str(tmp_path / "rows.csv")}
+    words = [f"--{name}={value}" for name, value in given.items()]
+    assert main(["finetune", str(trained), *words]) == 2
+    shown = capsys.readouterr().err
+    with pytest.raises(UserError) as refused:
+        d2l_bert.finetune(trained, **given)
+    assert "--text_column" in shown and "text_column" in str(refused.value)
+    assert str(refused.value) == shown.partition("error: ")[2].strip().replace("--", "")
+
+
+@pytest.mark.parametrize(
+    "message, in_python",
+    [
+        ("--task is missing; give it", "task is missing; give it"),
+        ("lower --a_rate, or leave it (--b 0)", "lower a_rate, or leave it (b 0)"),
+        ("train on it: d2l-bert pretrain --corpus x", "train on it: d2l-bert pretrain --corpus x"),
+        ("run npm install --ignore-scripts; '--x' a--b", "run npm install --ignore-scripts; '--x' a--b"),
+    ],
+)
+def test_flags_become_arguments_but_not_in_commands(message, in_python):
+    error = pickle.loads(pickle.dumps(UserError(message)))
+    assert (str(error), error.message) == (in_python, message)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

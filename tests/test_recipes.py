@@ -374,5 +374,5 @@ def test_evaluations_that_take_most_of_the_minutes_are_told_and_all_of_them_refu
     run = PretrainConfig(max_minutes=1)
     assert steps_for_minutes(run, step_seconds=1, evaluation_seconds=4.5) == 15
     assert "evaluations take 75% of them" in caplog.text and "lower --max_eval_pairs" in caplog.text
-    with pytest.raises(UserError, match="evaluations take 100% of them, .* 0 steps of 1 s; lower --max_eval_pairs"):
+    with pytest.raises(UserError, match="evaluations take 100% of them, .* 0 steps of 1 s; lower max_eval_pairs"):
         steps_for_minutes(run, step_seconds=1, evaluation_seconds=6.1)

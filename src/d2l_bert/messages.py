@@ -31,7 +31,29 @@ class UserError(ValueError):
 
     The message is one line that says what is wrong, where, and how to fix it. The command shows this line and leaves
     with exit code 2. Nearly every other exception counts as a bug of this package and is shown with its traceback.
+
+    Messages are written for the command line: they name options by their flags. `str` of the error, which programs
+    show, names them as arguments (`as_arguments`).
+
+    Args:
+        message: the line.
     """
+
+    def __init__(self, message: str):
+        super().__init__(message)
+        self.message = message
+
+    def __str__(self) -> str:
+        return as_arguments(self.message)
+
+
+# A flag in a message; or a command, which stays as it is up to the end of the message.
+FLAG_OR_COMMAND = re.compile(r"d2l-bert .*|(?<![^ (])--(?=[a-z_]+(?![\w=-]))", re.DOTALL)
+
+
+def as_arguments(message: str) -> str:
+    """A message as programs show it: "give --max_steps" becomes "give max_steps"."""
+    return FLAG_OR_COMMAND.sub(lambda found: found[0].removeprefix("--"), message)
 
 
 # The causes of an OSError that lie outside of this package: space, a file in use, permissions, memory or the network.
@@ -163,6 +185,12 @@ def standard_input() -> BinaryIO:
 READ_ERRORS = (OSError, ValueError, LookupError)
 
 
+def one_line(error: BaseException) -> str:
+    """The message of an exception in one line; of a `UserError` with flags, so that it can be part of another."""
+    said = error.message if isinstance(error, UserError) else str(error)
+    return " ".join(said.split())
+
+
 @contextlib.contextmanager
 def explained(what: object, way_out: str, *kinds: type[BaseException]) -> Iterator[None]:
     """
@@ -177,7 +205,7 @@ def explained(what: object, way_out: str, *kinds: type[BaseException]) -> Iterat
     try:
         yield
     except kinds as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         if way_out:
             raise UserError(f"{what} ({reason:.500}); {way_out}") from None
         raise UserError(f"{what}: {reason}") from None
@@ -197,7 +225,7 @@ def reading_model(name: str, prefix: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = " ".join(str(error).split()) or type(error).__name__
+        said = one_line(error) or type(error).__name__
         why = said if isinstance(error, UserError) else _why_unreadable(name, said)
         raise UserError(f"{prefix}{name}: cannot be loaded: {why}") from None
 
@@ -272,6 +300,14 @@ class Printable(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The message of a record."""
         return printable(super().format(record))
+
+
+class PrintableInPython(Printable):
+    """The same for a notebook, with options as arguments."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The message of a record."""
+        return as_arguments(super().format(record))
 
 
 def show(*lines: str) -> None:
@@ -352,16 +388,19 @@ def messages_shown_to_person() -> Iterator[None]:
     is_set_up = ours.level != logging.NOTSET or ours.isEnabledFor(logging.INFO)
     with contextlib.ExitStack() as stack:
         if is_interactive() and not is_set_up:
-            stack.enter_context(messages_shown())
+            stack.enter_context(messages_shown(PrintableInPython()))
         yield
 
 
 @contextlib.contextmanager
-def messages_shown() -> Iterator[None]:
+def messages_shown(formatter: logging.Formatter | None = None) -> Iterator[None]:
     """
     Within the block, write the package's log messages to stderr, without a prefix, and a run's report to stdout.
 
     Only commands use this, and calls in a notebook. A program that calls the package configures `logging` itself.
+
+    Args:
+        formatter: how messages are written; by default as for a command.
 
     Raises:
         OSError: at the end of the block, if the report could not be written.
@@ -376,7 +415,7 @@ def messages_shown() -> Iterator[None]:
             logger.propagate = False
             for handler in logger.handlers:
                 undo.callback(handler.setFormatter, handler.formatter)
-                handler.setFormatter(Printable())
+                handler.setFormatter(formatter or Printable())
         to_stdout = report.handlers[-1]
         to_stdout.setStream(sys.stdout)
         failures = []
