@@ -8,6 +8,7 @@ imports what it needs.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -271,7 +272,8 @@ def score(
     if rows is None:
         raise UserError("there are no rows to measure the model on; give data, or test_file")
     with loading.as_folder(model, tokenizer) as name:
-        return scoring.score(name, rows, config)
+        found = scoring.score(name, rows, config)
+    return dataclasses.replace(found, model=loading.title_of(model))
 
 
 @_as_a_function()

@@ -1,6 +1,7 @@
 """What people read while a command runs: the errors that they can fix, the package's messages, progress bars."""
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import logging
@@ -8,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -319,6 +320,14 @@ def show(*lines: str) -> None:
 def shortened(text: str, most: int) -> str:
     """The text, or its beginning and three dots if it has more than `most` characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def result_in_words(result: object, figures: Mapping[str, float]) -> str:
+    """How Python shows a dataclass of results: the fields that are to be shown, and figures with four digits."""
+    shown = [f"{field.name}={getattr(result, field.name)!r}" for field in dataclasses.fields(result) if field.repr]
+    for name, value in figures.items():
+        shown.append(f"{name}={value if isinstance(value, int) else f'{value:.4g}'}")
+    return f"{type(result).__name__}({', '.join(shown)})"
 
 
 def short_name(name: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from d2l_bert import folders
 from d2l_bert.model_cards import card, figures, pictures
 from d2l_bert.modeling import conversion
-from d2l_bert.tokenization import coverage, wordpiece
+from d2l_bert.tokenization import coverage, hub_datasets, wordpiece
 from d2l_bert.tokenization.files import STDIN
 from d2l_bert.training import run_folder
 from d2l_bert.training.checkpoint import WEIGHTS_FILE
@@ -104,8 +104,10 @@ def report(plan: Plan, record: dict, metrics: dict, steps: int) -> str:
 
 
 def next_command(plan: Plan) -> str:
-    """A command of `predict` that works as it stands, on rows that this run has read."""
+    """A command of `predict` that works as it stands, on rows that this run has read; of rows in memory a call."""
     config = plan.config
+    if config.dataset and hub_datasets.was_in_memory(config.dataset):
+        return f"d2l_bert.predict({str(plan.folder)!r}, [{first_row(plan)}])"
     words = ["d2l-bert", "predict", str(plan.folder)]
     piped = ""
     file = config.test_file or config.validation_file or config.train_file
@@ -117,7 +119,7 @@ def next_command(plan: Plan) -> str:
         words.append(str(plan.folder / run_folder.PREDICTIONS_FILE))
     else:
         words.append(STDIN)
-        piped = f"echo {shlex.quote(row_as_json(plan))} | "
+        piped = f"echo {shlex.quote(json.dumps(first_row(plan), ensure_ascii=False))} | "
     output = Path("predicted.csv")
     number = 1
     while output.exists():
@@ -126,14 +128,14 @@ def next_command(plan: Plan) -> str:
     return piped + shlex.join([*words, "--output", str(output)])
 
 
-def row_as_json(plan: Plan) -> str:
-    """The cells that the task reads of the first training row without its label, with short texts, as JSON."""
+def first_row(plan: Plan) -> dict:
+    """The cells that the task reads of the first training row without its label, with short texts."""
     row = plan.splits["train"].rows[0]
     cells = {}
     for option, columns in plan.task.columns.items():
         if option != "label_column":
             cells.update({column: row.cells.get(column) for column in columns})
-    return json.dumps(with_short_texts(cells), ensure_ascii=False)
+    return with_short_texts(cells)
 
 
 def with_short_texts(value):
