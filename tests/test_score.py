@@ -85,6 +85,14 @@ def test_classes_are_scored_as_by_scikit_learn(models, tmp_path):
     assert sureness == sorted(sureness, reverse=True) == [float(row["probability"]) for row in wrong]
     written = json.loads((tmp_path / "x" / "score" / "figures.json").read_text())
     assert written["figures"]["accuracy"]["value"] == found.figures["accuracy"].value
+
+    # What the most frequent class of these rows scores alone.
+    usual = max(sides[0], key=sides[0].count)
+    share = sides[0].count(usual) / len(rows)
+    assert found.baseline["figures"]["accuracy"] == pytest.approx(share)
+    assert found.baseline["figures"]["f1"] == metrics.f1_score(sides[0], [usual] * len(rows), pos_label="boris")
+    assert found.baseline["is_beaten"] == (accuracy > share)
+    assert written["baseline"] == found.baseline and found.baseline["prediction"] in found.report
     assert (tmp_path / "x" / "score" / "confusion_matrix.png").stat().st_size > 1_000
 
 

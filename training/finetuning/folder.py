@@ -237,14 +237,4 @@ def baseline_of(plan: Plan, split: str, of_best: dict[str, float]) -> dict | Non
     if baseline is None:
         return None
     metric = plan.metric if plan.metric in baseline.metrics else plan.task.main_metric
-    shown = {}
-    for name, value in baseline.metrics.items():
-        # A correlation of a constant prediction is 0 by definition, and says nothing.
-        if value or scoring.is_share(name):
-            shown[name] = value
-    of_model = scoring.goodness(metric, of_best[metric])
-    return {
-        "prediction": baseline.prediction,
-        "figures": shown,
-        "is_beaten": of_model > scoring.goodness(metric, baseline.metrics[metric]),
-    }
+    return plan.task.entry_of_baseline(baseline, metric, of_best[metric])
