@@ -15,6 +15,7 @@ from d2l_bert.tokenization.files import STDIN
 from d2l_bert.training import run_folder
 from d2l_bert.training.checkpoint import WEIGHTS_FILE
 from d2l_bert.training.finetuning import scoring
+from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.plan import Outcome, Plan, Result, attempt_of
 from d2l_bert.training.finetuning.rows import Split, write_predictions
 from d2l_bert.training.finetuning.tasks import Task
@@ -26,6 +27,9 @@ MODEL_FOLDER = "model"
 # Fewer steps than this are few. Of 264 letters: after 36 steps a model tells three classes half of the time, after 180
 # four fifths.
 FEW_STEPS = 200
+
+# The epochs that Mosbach et al. (2021) take where rows are few.
+MANY_EPOCHS = 20
 
 # The most characters of a text in the command that `report` shows.
 SHORT_TEXT = 40
@@ -90,8 +94,7 @@ def report(plan: Plan, record: dict, metrics: dict, steps: int) -> str:
         metrics: the content of metrics.json.
         steps: of the model that is kept.
     """
-    is_default_length = not (plan.config.num_train_epochs or plan.config.max_steps)
-    advice = f"; {steps} steps are few: try --num_train_epochs 20" if steps < FEW_STEPS and is_default_length else ""
+    advice = advice_on_length(plan.config, steps)
     lines = [
         figures.results_table(metrics, record["data"]["splits"]),
         f"trained in {metrics['train_seconds']:,.0f} s; the model of seed {metrics['kept_seed']} with rate "
@@ -101,6 +104,14 @@ def report(plan: Plan, record: dict, metrics: dict, steps: int) -> str:
         lines.append(f"predictions for the test rows: {plan.folder / run_folder.PREDICTIONS_FILE}")
     lines.append(f"next: {next_command(plan)}")
     return "\n".join(lines)
+
+
+def advice_on_length(config: FinetuneConfig, steps: int) -> str:
+    """What a run of few steps may be told, behind a line of its report; "" if the steps are many, or were chosen."""
+    epochs = config.num_train_epochs or 0
+    if steps >= FEW_STEPS or config.max_steps is not None or epochs >= MANY_EPOCHS:
+        return ""
+    return f"; {steps} steps are few: try --num_train_epochs {MANY_EPOCHS}"
 
 
 def next_command(plan: Plan) -> str:

@@ -157,7 +157,7 @@ def read_labelled_rows(data: Any, task: Task, config: ScoreConfig) -> Split:
     check_writable(Path(MISTAKES_FILE).suffix, given)
     split = as_the_task_reads("evaluated", given, task)
     if split.left_out:  # of a file each is refused at once
-        raise UserError(f"{split.title}: {split.left_out[0]}; mend the row, or take it out")
+        raise UserError(f"{split.title}: {split.left_out[0]}")
     return split
 
 
