@@ -94,6 +94,7 @@ def test_classes_are_scored_as_by_scikit_learn(models, tmp_path):
     assert found.baseline["figures"]["f1"] == metrics.f1_score(sides[0], [usual] * len(rows), pos_label="boris")
     assert found.baseline["is_beaten"] == (accuracy > share)
     assert written["baseline"] == found.baseline and found.baseline["prediction"] in found.report
+    assert f"accuracy={accuracy:.4g}" in repr(found) and "confusion" not in repr(found)
     assert (tmp_path / "x" / "score" / "confusion_matrix.png").stat().st_size > 1_000
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import transformers
 
 from d2l_bert import folders
-from d2l_bert.messages import UserError, counted, explained, shortened
+from d2l_bert.messages import UserError, counted, explained, result_in_words, shortened
 from d2l_bert.model_cards import card, figures, pictures
 from d2l_bert.modeling import loading
 from d2l_bert.modeling.records import RunRecord
@@ -72,14 +72,17 @@ class Score:
     model: str
     rows_name: str
     rows: int
-    figures: dict[str, Estimate]
-    baseline: dict | None
+    figures: dict[str, Estimate] = dataclasses.field(repr=False)
+    baseline: dict | None = dataclasses.field(repr=False)
     class_of_f1: str | None
-    confusion: list[list[str | int]]
-    by_class: dict
+    confusion: list[list[str | int]] = dataclasses.field(repr=False)
+    by_class: dict = dataclasses.field(repr=False)
     wrong: int | None
     notes: list[str]
     folder: Path | None
+
+    def __repr__(self) -> str:
+        return result_in_words(self, {name: estimate.value for name, estimate in self.figures.items()})
 
     @property
     def report(self) -> str:
