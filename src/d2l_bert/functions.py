@@ -63,8 +63,9 @@ def prepare(
     Tokenize a text once for many runs: `pretrain(corpus=[output_dir])` trains on it.
 
     Args:
-        data: a file or a folder, or data in memory: a list of texts, a pandas frame, a `datasets.Dataset`, or a
-            `DatasetDict`, whose split `dataset_split` is read. None if an option such as `corpus` names the text.
+        data: a file or a folder, or data in memory: a list of texts, a pandas frame or Series, a `datasets.Dataset`;
+            or several splits, a `DatasetDict` or a dict, of which `dataset_split` is read. None if an option such as
+            `corpus` names the text.
         output_dir: a new folder.
         config, given: the options.
 
@@ -142,8 +143,8 @@ def finetune(
     Args:
         model: a folder, an id on the Hub, or a model in memory.
         data: the training rows: a file, or data in memory: a list of dicts, a pandas frame or a `datasets.Dataset`; or
-            a `DatasetDict` with `train` and, if there are, `validation` and `test`. None if an option such as
-            `train_file` names them.
+            a `DatasetDict` or a dict of such with `train` and, if there are, `validation` and `test`. None if an
+            option such as `train_file` names them.
         tokenizer: of a model in memory; without it the one that lies where the model was loaded from.
         config, given: the options; `task` is needed.
 
@@ -220,8 +221,8 @@ def predict(
 
     Args:
         model: what `finetune` has left, a folder or an id on the Hub; or such a model in memory.
-        data: a file, or data in memory: a list of texts or of dicts, a pandas frame or a `datasets.Dataset`. Labels in
-            it are not read.
+        data: a file, or data in memory: a list of texts or of dicts, a pandas frame or Series, or a
+            `datasets.Dataset`. Labels in it are not read.
         tokenizer: as in `finetune`.
         config, given: the options; with `output` the rows and the predictions are also written to a file.
 
@@ -290,8 +291,8 @@ def embed(
 
     Args:
         model: a folder, an id on the Hub or a model in memory; any encoder of Transformers.
-        data: a file with a text in each line, or a table; or data in memory: a list of texts, a pandas frame or a
-            `datasets.Dataset`.
+        data: a file with a text in each line, or a table; or data in memory: a list of texts, a pandas frame or
+            Series, or a `datasets.Dataset`.
         tokenizer: as in `finetune`.
         config, given: the options; with neither `output` nor `nearest` the vectors are in the result.
 
