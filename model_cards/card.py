@@ -446,7 +446,7 @@ def carry_card(source: str, folder: Path, name: str, has_figures: bool = True, e
     try:
         _write_carried_card(source, folder, name, export)
     except UserError as error:  # of a file that was copied: it is the source's
-        raise UserError(str(error).replace(str(folder), source)) from None
+        raise UserError(error.message.replace(str(folder), source)) from None
 
 
 def _copy_file(source, folder, file):

@@ -176,7 +176,7 @@ def test_a_dataset_whose_classes_are_called_by_numbers_has_the_classes_of_a_name
 
 def test_a_number_that_a_named_task_has_no_class_for_is_refused(tmp_path):
     dataset = saved(tmp_path / "set", names_of_labels("0", "1", "2"), train=labelled(0, 1, 2))
-    with pytest.raises(UserError, match="'2' beside labels of --task sst2"):
+    with pytest.raises(UserError, match="'2' beside labels of task sst2"):
         load(None, "sst2", dataset=dataset, text_column="text")
 
 

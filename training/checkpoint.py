@@ -289,7 +289,7 @@ def find_checkpoint(wanted: str | None, folder: Path) -> Checkpoint | None:
             is_first = path == by_step[0]
             if is_first:
                 raise UserError(
-                    f"{error}; there is no earlier checkpoint: --overwrite_output_dir starts anew"
+                    f"{error.message}; there is no earlier checkpoint: --overwrite_output_dir starts anew"
                 ) from None
             logger.warning(f"{error}; trying the checkpoint before")
     return None  # the run has saved none yet

@@ -19,9 +19,8 @@ from d2l_bert import folders
 from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, short_name
 from d2l_bert.model_cards.card import local_name
 from d2l_bert.records import values_in
-from d2l_bert.tokenization import hub_datasets, tables
+from d2l_bert.tokenization import hub_datasets, in_memory, tables
 from d2l_bert.tokenization.config import dataset_and_config
-from d2l_bert.tokenization.in_memory import as_dataset
 from d2l_bert.training.finetuning.cells import name_of, shown_line
 from d2l_bert.training.finetuning.config import FinetuneConfig
 
@@ -369,6 +368,10 @@ def read_dataset(
     """
     memory = memory or tables.Memory()
     found = _load_dataset(name)
+    title = f"dataset {name}"
+    shown = local_name(name)
+    if hub_datasets.was_in_memory(name):
+        title = shown = in_memory.NAME
     named = {split: getattr(config, f"{split}_split") for split in SPLITS if split not in from_files}
     splits = {}
     for split, given in named.items():
@@ -380,11 +383,9 @@ def read_dataset(
                 continue
         if not len(found.get(used, [])):
             raise UserError(
-                f"dataset {name}: no rows in split {used!r:.100}; it has {', '.join(found)}: name one with "
-                f"--{split}_split"
+                f"{title}: no rows in split {used!r:.100}; it has {', '.join(found)}: name one with --{split}_split"
             )
-        title = f"dataset {name}, split {used}"
-        splits[split] = _split_of(found[used], title, f"{local_name(name)}, split {used}", memory)
+        splits[split] = _split_of(found[used], f"{title}, split {used}", f"{shown}, split {used}", memory)
     return splits
 
 
@@ -398,8 +399,8 @@ def rows_in_memory(data, text_column: str) -> Split:
     Raises:
         UserError: the data are of another kind, have no rows, or take too much memory as Python's values.
     """
-    title = "data in memory"
-    return _split_of(as_dataset(data, text_column), title, title, tables.Memory())
+    rows = in_memory.as_dataset(data, text_column)
+    return _split_of(rows, in_memory.NAME, in_memory.NAME, tables.Memory())
 
 
 def _load_dataset(name) -> dict:

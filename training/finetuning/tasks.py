@@ -9,7 +9,7 @@ from transformers import DataCollatorWithPadding
 
 from d2l_bert.messages import UserError
 from d2l_bert.modeling.records import Learnt
-from d2l_bert.training.finetuning import intervals
+from d2l_bert.training.finetuning import intervals, scoring
 from d2l_bert.training.finetuning.cells import SURROGATE, check_text, listed
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.features import Features, Window
@@ -405,9 +405,30 @@ class Task:
         figures_of = self.resampled(split, row_results)
         return intervals.estimates(metrics, self.shares_of_rows, len(split.rows), figures_of)
 
-    def baseline(self, train: Split, split: Split) -> Baseline | None:
-        """The baseline of a split, which needs the training rows, but no model; None for a task without one."""
+    def baseline(self, train: Split, split: Split, known: str = "training") -> Baseline | None:
+        """
+        The baseline of a split, which needs the training rows, but no model; None for a task without one.
+
+        Args:
+            known: what the rows are called whose labels it knows.
+        """
         return None
+
+    def entry_of_baseline(self, baseline: Baseline, metric: str, of_model: float) -> dict:
+        """
+        A baseline as files have it: its `prediction` in words, its `figures`, and `is_beaten`: is a model better?
+
+        Args:
+            metric: the one that decides.
+            of_model: the model's value of it.
+        """
+        shown = {}
+        for name, value in baseline.metrics.items():
+            # A correlation of a constant prediction is 0 by definition, and says nothing.
+            if value or scoring.is_share(name):
+                shown[name] = value
+        is_beaten = scoring.goodness(metric, of_model) > scoring.goodness(metric, baseline.metrics[metric])
+        return {"prediction": baseline.prediction, "figures": shown, "is_beaten": is_beaten}
 
     def class_of_f1(self) -> str | None:
         """The class that the metric `f1` is of; None where it is a mean over several, or there is none."""

@@ -158,7 +158,7 @@ class TokenClassification(Task):
                     surest[window.row] = max(surest[window.row], share)
         return surest
 
-    def baseline(self, train, split):
+    def baseline(self, train, split, known="training"):
         counts = Counter()
         for row in train.rows:
             counts.update(zip(row.texts, row.label, strict=True))
@@ -168,7 +168,7 @@ class TokenClassification(Task):
         predicted = []
         for row in split.rows:
             predicted.append([usual.get(word, self.default) for word in row.texts])
-        return Baseline("each word's most frequent tag in the training rows", self.metrics(split, predicted))
+        return Baseline(f"each word's most frequent tag in the {known} rows", self.metrics(split, predicted))
 
     def sides(self, split, row_results):
         gold = [row.label for row in split.rows]
