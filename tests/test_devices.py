@@ -20,14 +20,17 @@ import pytest
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.state import AcceleratorState
+from conftest import SMALL
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from torch.nn.attention import _registry, current_flash_attention_impl
 from transformers.utils import logging as transformers_logging
 
 from d2l_bert import RECIPES, D2lBertConfig, pretrain
+from d2l_bert.__main__ import main
 from d2l_bert.messages import UserError
 from d2l_bert.training import devices, processes
 from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.data.batches import to_device
 from d2l_bert.training.signals import StopSignals
 
 
@@ -255,6 +258,24 @@ def test_unused_memory_is_freed_on_apples_gpus_alone(monkeypatch):
     assert not freed
     devices.free_unused_memory(torch.device("mps"))
     assert freed
+
+
+def test_a_run_frees_unused_memory_with_each_row_of_its_log(books, tmp_path, monkeypatch):
+    freed = []
+    monkeypatch.setattr(devices, "free_unused_memory", freed.append)
+    options = ["--max_steps=6", "--logging_steps=2", "--eval_steps=6", "--save_steps=6", "--mixed_precision=no"]
+    assert main(["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *SMALL, *options]) == 0
+    assert freed == [torch.device("cpu")] * 3
+
+
+def test_copies_to_an_apple_gpu_are_waited_for_and_those_to_another_are_not():
+    class Watched(torch.Tensor):
+        def to(self, device, non_blocking):
+            return non_blocking
+
+    tensor = torch.zeros(2).as_subclass(Watched)
+    assert to_device(tensor, torch.device("cuda")) is True
+    assert to_device(tensor, torch.device("mps")) is False
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -132,6 +132,49 @@ def test_a_launched_program_can_pretrain_twice_and_keeps_its_process_group(books
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# DDP keeps each gradient once: in the bucket in which it sends it
+
+GRADIENTS_IN_BUCKETS = """
+import torch
+from small_models import in_training, make_batch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from d2l_bert import PretrainConfig
+from d2l_bert.training.data.batches import counts_of
+from d2l_bert.training.devices import make_accelerator
+from d2l_bert.training.learner import Learner
+
+learner = Learner(make_accelerator("no"), in_training(), PretrainConfig())
+parameters = list(learner.model.parameters())
+batches = [make_batch(learner.model)] * 3
+tensors = []  # how many share out the memory of the gradients: buckets, or each gradient for itself
+
+
+def count(*_):
+    addresses = {parameter.grad.untyped_storage().data_ptr() for parameter in parameters}
+    tensors.append(len(addresses))
+
+
+register_optimizer_step_pre_hook(count)
+learner.update(batches, counts_of(batches), 1e-3)
+learner.model.register_forward_pre_hook(count)  # before each micro-batch of the second step
+learner.update(batches, counts_of(batches), 1e-3)
+assert len(tensors) == 5 and len(parameters) > 20 and max(tensors) <= 2, tensors
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_gradients_of_ddp_lie_in_its_buckets_from_one_step_to_the_next(tmp_path):
+    program = tmp_path / "buckets.py"
+    program.write_text(GRADIENTS_IN_BUCKETS)
+    said = tmp_path / "said.txt"
+    environment = {"PYTHONPATH": str(Path(__file__).parent)}
+    ranks = start([], script=program, environment=environment, processes=2, said=said)
+    assert end(ranks, 120) == [0, 0], said.read_text()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # FSDP2 trains the same weights as one process, and each resumes from the other's checkpoints
 
 
