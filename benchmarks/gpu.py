@@ -148,9 +148,9 @@ def run_step(name, seconds, folder, on_cpu) -> list[dict]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     member.kill()
             process.wait()
-    lines = log.read_text().splitlines()
+    lines = log.read_text(errors="replace").splitlines()
     rows = [json.loads(line[5:]) for line in lines if line.startswith("JSON ")]
-    if code:
+    if code or not rows:
         rows.append({"failed": code, "last_lines": [line[:200] for line in lines[-8:]]})
     rows[-1]["seconds"] = round(time.monotonic() - begin, 1)
     return rows
