@@ -231,17 +231,24 @@ def test_varlen_is_the_default_where_a_gpu_has_flash_attention_and_else_refused(
     assert chosen("cuda", sdpa, architecture, precision).attn_implementation == "sdpa"
 
 
-def test_flash_attention_3_is_used_where_it_is_installed_and_given_back(monkeypatch):
+def test_flash_attention_3_is_used_where_it_is_installed_and_given_back(monkeypatch, caplog):
     hopper = SimpleNamespace(device=torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     run = PretrainConfig(attn_implementation="varlen")
 
-    def missing():
-        raise ModuleNotFoundError("flash_attn_interface")
+    def fail_with(error):
+        def load():
+            raise error
 
-    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", missing)
-    devices.use_flash_attention_3(run, hopper)
-    assert current_flash_attention_impl() is None
+        return load
+
+    absent = ModuleNotFoundError("flash_attn_interface")
+    for_another_pytorch = ImportError("undefined symbol: _ZN3c104cuda")
+    for error in (absent, for_another_pytorch):
+        monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", fail_with(error))
+        devices.use_flash_attention_3(run, hopper)
+        assert current_flash_attention_impl() is None
+        assert ("undefined symbol" in caplog.text) == (error is for_another_pytorch)
     monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", lambda: SimpleNamespace(remove=lambda: None))
     with processes.restore_host_settings():
         devices.use_flash_attention_3(PretrainConfig(attn_implementation="sdpa"), hopper)

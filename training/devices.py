@@ -1,6 +1,5 @@
 """The device of a run: Accelerate, the defaults that depend on the device, its peak."""
 
-import contextlib
 import dataclasses
 import logging
 import math
@@ -170,8 +169,12 @@ def use_flash_attention_3(run: PretrainConfig, accelerator: Accelerator) -> None
     """
     if run.attn_implementation != VARLEN or torch.cuda.get_device_capability(accelerator.device) != (9, 0):
         return
-    with contextlib.suppress(ModuleNotFoundError):  # PyTorch lists it even if it is not installed
+    try:
         activate_flash_attention_impl("FA3")
+    except ModuleNotFoundError:
+        pass  # PyTorch lists it even if it is not installed
+    except (ImportError, OSError, RuntimeError) as error:  # one that was built for another PyTorch
+        logger.warning(f"FlashAttention 3 cannot be used ({error!r:.200}); PyTorch's own flash attention is used")
 
 
 def free_unused_memory(device: torch.device) -> None:
