@@ -259,7 +259,7 @@ class Learner:
         for name_of_moment, tensor in self._read(saved.path / checkpoint.OPTIMIZER_FILE, moment_names):
             name, key = parts_of_moment_name(name_of_moment)
             parameter = self.parameters[name]
-            optimizer_of[parameter].state[parameter][key] = tensor
+            optimizer_of[parameter].state[parameter][key] = tensor.to(parameter.device)  # the CPU if FSDP2 offloads
         if self.average is not None:
             for name, tensor in self._read(saved.path / checkpoint.AVERAGE_FILE, parameter_names):
                 self.average.averages[name].copy_(tensor)
