@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.state import AcceleratorState
 from conftest import SMALL
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
@@ -78,6 +78,17 @@ def test_a_request_for_fsdp_that_accelerate_did_not_follow_is_refused(monkeypatc
     monkeypatch.setenv("ACCELERATE_USE_FSDP", asked)
     with pytest.raises(UserError, match=refusal) if refusal else contextlib.nullcontext():
         devices.make_accelerator("no")
+
+
+def test_a_second_run_with_fsdp_in_a_process_finds_the_processes_as_the_first_one_did(monkeypatch):
+    """Accelerate notes FSDP at the processes, and sets it up where these have several GPUs."""
+    found = []
+    processes.start_processes()
+    monkeypatch.setitem(PartialState._shared_state, "distributed_type", DistributedType.FSDP)
+    made = SimpleNamespace(distributed_type=DistributedType.MULTI_GPU)
+    monkeypatch.setattr(devices, "Accelerator", lambda **_: found.append(PartialState().distributed_type) or made)
+    devices.make_accelerator("no")
+    assert found == [DistributedType.MULTI_GPU]
 
 
 @pytest.mark.parametrize(

@@ -181,18 +181,22 @@ def test_gradients_of_ddp_lie_in_its_buckets_from_one_step_to_the_next(tmp_path)
 GRADIENTS = """
 import copy
 import torch
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialState
 from small_models import make_batch, make_config, make_model
 
-from d2l_bert import D2lBertForPreTraining
+from d2l_bert import D2lBertForPreTraining, PretrainConfig
+from d2l_bert.training.data.batches import counts_of
+from d2l_bert.training.devices import make_accelerator
+from d2l_bert.training.learner import Learner
 from d2l_bert.training.shards import full_tensor, shard
 
+plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True)
 torch.distributed.init_process_group("gloo")
 for setting in ("d2l", "bert"):  # untied and tied
     whole = make_model(D2lBertForPreTraining, make_config(setting)).train()
     batch = make_batch(whole)
     sharded = copy.deepcopy(whole)
-    shard(sharded, FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True))
+    shard(sharded, plugin)
     parts = torch.distributed.get_world_size()
     assert sharded.mlm.decoder.weight.to_local().numel() < whole.mlm.decoder.weight.numel()
     calls = []
@@ -208,13 +212,21 @@ for setting in ("d2l", "bert"):  # untied and tied
         for found, gradient in zip(gradients, expected, strict=True):
             torch.testing.assert_close(found, gradient, rtol=1e-5, atol=1e-6)
     assert calls == [False, "logits", False, "logits", True], calls
-print("the same gradients")
+
+accelerator = make_accelerator("no")
+accelerator.state.fsdp_plugin = plugin  # as Accelerate sets it on GPUs
+for state in (accelerator.state, PartialState()):
+    state.distributed_type = DistributedType.FSDP
+learner = Learner(accelerator, make_model(D2lBertForPreTraining, make_config()).train(), PretrainConfig())
+learner.model.mlm.forward = None  # not called in a step
+learner.update([batch], counts_of([batch]), 1e-3)
+assert accelerator.is_fsdp2 and accelerator.num_processes == parts
 torch.distributed.destroy_process_group()
 """
 
 
 @pytest.mark.slow
-def test_shards_give_the_gradient_of_the_whole_model_without_logits(tmp_path):
+def test_shards_give_the_gradient_of_the_whole_model_without_logits_and_a_step_computes_none(tmp_path):
     program = tmp_path / "gradients.py"
     program.write_text(GRADIENTS)
     said = tmp_path / "said.txt"

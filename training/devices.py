@@ -53,6 +53,8 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
     # cuDNN's attention plans each new shape anew (20 ms to a second), and has given NaN for rows without a key.
     torch.backends.cuda.enable_cudnn_sdp(False)
     AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
+    if state.distributed_type == DistributedType.FSDP:
+        state.distributed_type = DistributedType.MULTI_GPU  # before that run; Accelerate makes FSDP of this alone
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision=precision,
