@@ -95,7 +95,7 @@ def test_all_steps_together_take_no_longer_than_the_budget_and_the_others_say_so
 
     monkeypatch.setattr(gpu, "run_step", run_step)
     monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    gpu.run_steps(SimpleNamespace(device="cpu", budget=240, only=[""], dry=True))
+    gpu.run_steps(SimpleNamespace(device="cpu", budget=240, only=[""], dry=False))
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [row["step"] for row in rows] == [*gpu.STEPS]
     assert [row["took"] for row in rows if "took" in row] == [60, 150, 30]
