@@ -11,6 +11,7 @@ from runs import log_rows, run, steps_counted
 from safetensors.torch import load_file
 from stores import corpus_of
 
+from d2l_bert import D2lBertConfig, D2lBertForMaskedLM
 from d2l_bert.__main__ import main
 from d2l_bert.training import bigram_start
 from d2l_bert.training.config import PretrainConfig
@@ -158,6 +159,30 @@ def test_an_untrained_model_knows_more_than_frequencies(options, books, tmp_path
     assert "before the first step" in (tmp_path / "model" / "README.md").read_text(encoding="utf-8")
 
 
+def test_heads_of_each_block_look_one_place_farther_than_those_before(chain):
+    config = D2lBertConfig(
+        vocab_size=ENTRIES,
+        hidden_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=32,
+        max_position_embeddings=32,
+        attn_implementation="eager",
+        initializer_range=0.05,
+    )
+    torch.manual_seed(0)
+    model = D2lBertForMaskedLM(config).eval()
+    with torch.no_grad():
+        vectors = word_vectors(chain, 72, torch.Generator().manual_seed(0))
+        bigram_start.arrange(model, vectors, torch.Generator().manual_seed(0))
+    ids = torch.randint(3, ENTRIES, (1, 32))
+    attentions = model(input_ids=ids, output_attentions=True).attentions
+    for number, probabilities in enumerate(attentions, 1):
+        for head, shift in ((0, -number), (1, number)):
+            found = probabilities[0, head, 8:24].argmax(-1)
+            assert found.tolist() == list(range(8 + shift, 24 + shift)), (number, head)
+
+
 @pytest.mark.slow
 def test_where_neighbours_tell_nothing_the_start_is_left_out(tmp_path, capsys):
     """Words in random order: no strength is better than none, and today's start stays to the last byte."""
@@ -192,6 +217,8 @@ def test_one_head_cannot_have_it(books, tmp_path, capsys):
     starts = [f"--attention_init={start}" for start in ("bigrams", "neighbours")]
     first, second = (run(books, tmp_path / start, start, *options) for start in starts)
     assert "left out" in capsys.readouterr().err and first == second
+    rows = log_rows(tmp_path / "--attention_init=neighbours")
+    assert all(row["step"] for row in rows), "a run that knows nothing of its text is not evaluated at its start"
 
 
 def test_a_saved_model_keeps_its_weights(trained, books, fails):

@@ -20,7 +20,7 @@ from text_sources import write_table
 import d2l_bert
 from d2l_bert.__main__ import main
 from d2l_bert.messages import UserError
-from d2l_bert.training.finetuning import scoring
+from d2l_bert.training.finetuning import intervals, scoring
 from d2l_bert.training.finetuning.config import ScoreConfig
 from d2l_bert.training.finetuning.score import confusion_table, lines_of_confusion, score
 
@@ -150,7 +150,8 @@ def test_entities_are_counted_as_seqeval_counts_them():
         "f1": 0.7982708933717578,
         "strict_f1": 0.7822222222222223,
     }
-    assert scoring.tag_metrics(gold, said, True) == pytest.approx(expected)
+    tallies = intervals.tag_tallies(gold, said, True)
+    assert intervals.tag_figures(np.ones(60), tallies) == pytest.approx(expected)
 
 
 def words_of(answer):

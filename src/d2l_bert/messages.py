@@ -74,9 +74,9 @@ def writing(place: object, way_out: str = "") -> Iterator[None]:
             raise
         number = _error_number(error)
         said = os.strerror(number) if number else error
-        obstacle = _obstacle(error, place) if number in IN_THE_WAY else ""
-        if obstacle:
-            raise UserError(f"{place}: cannot be written, as {obstacle}; take it out{way_out}") from None
+        if number in IN_THE_WAY:
+            what = f"{place}: cannot be written ({said}: {_named(error) or place})"
+            raise UserError(f"{what}; take out what is in the way{way_out}") from None
         if elsewhere := _elsewhere(error, place):
             raise UserError(f"{elsewhere}: cannot be used ({said}); {_advice(number)}") from None
         raise UserError(f"{place}: cannot be written ({said}); {_advice(number)}{way_out}") from None
@@ -100,30 +100,6 @@ def _error_number(error):
 def _named(error):
     """The file that an `OSError` names; of a copy that fails the one that is written, which Python names second."""
     return getattr(error, "filename2", None) or getattr(error, "filename", None)
-
-
-def _obstacle(error, place):
-    """
-    What stands where a folder or a file is to be, in words; "" if nothing can be found.
-
-    Of the path that an `OSError` names, it is the first part that is no folder; or, where a file is to be, the folder.
-    """
-    named = _named(error) or place
-    if not isinstance(named, (str, bytes, Path)):
-        return ""
-    path = Path(os.fsdecode(named)).absolute()
-    for part in (*reversed(path.parents), path):
-        if os.path.lexists(part) and not part.is_dir():
-            return f"{part} is {_kind_of_obstacle(part)}"
-    if path.is_dir() and error.errno == errno.EISDIR:
-        return f"{path} is a folder, and no file"
-    return ""
-
-
-def _kind_of_obstacle(path):
-    if not path.is_symlink():
-        return "no folder"
-    return "a link to a file" if path.exists() else "a link that leads nowhere"
 
 
 def _advice(number):

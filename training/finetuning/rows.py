@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from d2l_bert import folders
 from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, short_name
 from d2l_bert.model_cards.card import local_name
+from d2l_bert.records import values_in
 from d2l_bert.tokenization import hub_datasets, tables
 from d2l_bert.tokenization.config import dataset_and_config
 from d2l_bert.tokenization.in_memory import as_dataset
@@ -602,24 +603,12 @@ def _columns_without_bytes(split):
     """The names of the columns of a split in which no cell holds bytes; for each other column, a warning is logged."""
     left_out = set()
     for row in split.rows:
-        left_out.update(name for name, cell in row.cells.items() if _has_bytes(cell))
+        for name, cell in row.cells.items():
+            if any(isinstance(value, bytes) for value in values_in(cell)):
+                left_out.add(name)
     for name in sorted(left_out):
         logger.warning(f"left out is column {name!r:.60}, which holds bytes; an output in .parquet has it")
     return [name for name in split.columns if name not in left_out]
-
-
-def _has_bytes(cell):
-    """Whether a cell is bytes, or a list or a dict with some in it."""
-    waiting = [cell]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, bytes):
-            return True
-        if isinstance(value, dict):
-            waiting.extend(value.values())
-        elif isinstance(value, list | tuple):
-            waiting.extend(value)
-    return False
 
 
 def _excel_cell(cell):

@@ -67,9 +67,8 @@ class Task:
     - `learn(train)` learns from the training rows what the labels are; raises `UserError` if they cannot be learnt;
     - `features(split, tokenizer, max_seq_length)`: the `Features` of a split; in a split without labels, their
       `labels` are not read. Raises `UserError` for a tokenizer or a length that cannot be used;
-    - `metrics(split, row_results)`: the metrics of a labelled split by name, without the loss;
     - `resampled(split, row_results)`: a function of `counts`, how often each row is drawn, that gives the metrics of
-      what is drawn (`intervals`), but for `shares_of_rows`;
+      what is drawn (`intervals`), for which it need not give the `shares_of_rows`;
     - `mistakes(split, features, logits, row_results)`: how sure the model is of what it says wrongly in each row,
       or for numbers how far it is off; NaN for a row that is right (N,);
     - `predictions(split, row_results)`: columns with the predictions for each row of a split;
@@ -393,6 +392,12 @@ class Task:
         """
         in_units_of_labels = logits if is_finished else self.rescaled(logits)
         return self.by_row(split, features.windows, in_units_of_labels)
+
+    def metrics(self, split: Split, row_results) -> dict[str, float]:
+        """The metrics of a labelled split by name, without the loss: those of its rows, each drawn once."""
+        figures_of = self.resampled(split, row_results)
+        once_each = np.ones(len(split.rows), dtype=int)
+        return {name: float(value) for name, value in figures_of(once_each).items()}
 
     def estimates(self, split: Split, row_results) -> dict[str, intervals.Estimate]:
         """The metrics of a labelled split, with standard errors and intervals."""

@@ -127,9 +127,6 @@ class TextClassification(TextTask):
                 f"column of classes with --label_column"
             )
 
-    def metrics(self, split, row_results):
-        return scoring.class_metrics(self.targets(split), row_results.argmax(-1), len(self.classes))
-
     def resampled(self, split, row_results):
         return functools.partial(
             intervals.class_figures,
@@ -246,7 +243,8 @@ class MultiLabelClassification(TextTask):
         )
 
     def metrics(self, split, row_results):
-        return scoring.multilabel_metrics(self.targets(split), self.predicted(row_results))
+        is_exact = (self.predicted(row_results) == self.targets(split)).all(-1)
+        return {**super().metrics(split, row_results), "exact_match": float(is_exact.mean())}
 
     def resampled(self, split, row_results):
         true = self.targets(split)

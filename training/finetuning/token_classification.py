@@ -139,9 +139,6 @@ class TokenClassification(Task):
                 tags[window.row][word] = self.classes[number]
         return tags
 
-    def metrics(self, split, row_results):
-        return scoring.tag_metrics([row.label for row in split.rows], row_results, self.scheme is not None)
-
     def resampled(self, split, row_results):
         gold = [row.label for row in split.rows]
         tallies = intervals.tag_tallies(gold, row_results, self.scheme is not None)
