@@ -64,7 +64,7 @@ def test_a_run_keeps_off_a_gpu_where_the_launcher_says_so(monkeypatch, asked, ha
 @pytest.mark.parametrize(
     ("kind", "version_2", "asked", "refusal"),
     [
-        (DistributedType.FSDP, "checkpoints", "true", "give --gradient_checkpointing"),
+        (DistributedType.FSDP, "checkpoints", "true", "give gradient_checkpointing"),
         (DistributedType.FSDP, True, "false", None),
         (DistributedType.FSDP, True, "true", None),
         (DistributedType.FSDP, False, "false", "first version is not supported; set fsdp_version: 2"),

@@ -10,7 +10,7 @@ from typing import Any
 import transformers
 
 from d2l_bert import folders
-from d2l_bert.messages import UserError, counted, explained, standard_input
+from d2l_bert.messages import UserError, counted, explained, one_line, standard_input
 from d2l_bert.modeling import conversion, loading
 from d2l_bert.modeling.records import RunRecord
 from d2l_bert.tokenization import tables
@@ -210,7 +210,7 @@ def rows_with_text(split: Split, task: Task) -> list[Row]:
         except EmptyText:
             continue
         except ValueError as error:
-            raise UserError(f"{split.title}, {row.place}: {error}") from None
+            raise UserError(f"{split.title}, {row.place}: {one_line(error)}") from None
         if read.texts:  # a list of words may have none
             filled.append(read)
     if not filled:
