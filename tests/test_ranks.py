@@ -134,6 +134,17 @@ def test_a_launched_program_can_pretrain_twice_and_keeps_its_process_group(books
 # ---------------------------------------------------------------------------------------------------------------------
 # DDP keeps each gradient once: in the bucket in which it sends it
 
+
+def run_on_two_ranks(program, folder, seconds):
+    """Run a program, which may import the modules of the tests, in two processes; both must end well."""
+    script = folder / "program.py"
+    script.write_text(program)
+    said = folder / "said.txt"
+    environment = {"PYTHONPATH": str(Path(__file__).parent)}
+    ranks = start([], script=script, environment=environment, processes=2, said=said)
+    assert end(ranks, seconds) == [0, 0], said.read_text()
+
+
 GRADIENTS_IN_BUCKETS = """
 import torch
 from small_models import in_training, make_batch
@@ -166,12 +177,7 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.slow
 def test_gradients_of_ddp_lie_in_its_buckets_from_one_step_to_the_next(tmp_path):
-    program = tmp_path / "buckets.py"
-    program.write_text(GRADIENTS_IN_BUCKETS)
-    said = tmp_path / "said.txt"
-    environment = {"PYTHONPATH": str(Path(__file__).parent)}
-    ranks = start([], script=program, environment=environment, processes=2, said=said)
-    assert end(ranks, 120) == [0, 0], said.read_text()
+    run_on_two_ranks(GRADIENTS_IN_BUCKETS, tmp_path, seconds=120)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -227,12 +233,7 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.slow
 def test_shards_give_the_gradient_of_the_whole_model_without_logits_and_a_step_computes_none(tmp_path):
-    program = tmp_path / "gradients.py"
-    program.write_text(GRADIENTS)
-    said = tmp_path / "said.txt"
-    environment = {"PYTHONPATH": str(Path(__file__).parent)}
-    ranks = start([], script=program, environment=environment, processes=2, said=said)
-    assert end(ranks, 300) == [0, 0], said.read_text()
+    run_on_two_ranks(GRADIENTS, tmp_path, seconds=300)
 
 
 OPTIONS = ["--max_steps=4", "--save_steps=2", "--micro_batch_size=3", "--mixed_precision=no"]

@@ -362,11 +362,11 @@ def test_the_first_batch_of_an_evaluation_is_not_timed(monkeypatch):
     assert evaluated == [1, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("most_seconds, count", [(10.0, 3), (29.0, 6), (1000.0, 20)])
+@pytest.mark.parametrize("most_seconds, count", [(2.0, 3), (9.0, 5), (1000.0, 20)])
 def test_slow_steps_are_timed_for_their_share_of_the_seconds_alone_but_three_of_each_stage(
     monkeypatch, most_seconds, count
 ):
-    """A stage has half of the seconds; its first step takes 9 s, the others 1 s."""
+    """A stage has half of the seconds. Its first step takes 9 s, which do not count, as it may compile; others 1 s."""
     (total, _), taken = timed(take_time(monkeypatch), {0: 1.0, 50: 1.0001}, most_seconds=most_seconds)
     assert total == pytest.approx(100, rel=1e-3)
     assert taken.count(1.0) == taken.count(1.0001) == 1 + count

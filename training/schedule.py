@@ -126,7 +126,8 @@ def time_steps(learner: Learner, steps: TrainingSteps, most_seconds: float = mat
     steps (`Learner.reset_optimizers`).
 
     Args:
-        most_seconds: fewer steps are timed where they would take longer than this, but `FEWEST_STEPS_TIMED`.
+        most_seconds: where `STEPS_TIMED` steps of each stage would take longer in all, fewer are timed, but at least
+            `FEWEST_STEPS_TIMED`.
     """
     makers = max(1, steps.run.dataloader_num_workers)  # processes, or one thread
     total_seconds = 0.0
@@ -138,16 +139,17 @@ def time_steps(learner: Learner, steps: TrainingSteps, most_seconds: float = mat
         words = []
         # Without a cursor, the pairs are those at the start of the text: they take as long as any.
         walk = steps.walk(stage.first_step)
-        start_of_stage = time.monotonic()
+        start_of_timing = time.monotonic()
         for number in range(min(count, STEPS_TIMED)):
             is_enough = number >= FEWEST_STEPS_TIMED
-            if is_enough and is_time_up(start_of_stage, most_seconds / len(steps.stages)):
+            if is_enough and is_time_up(start_of_timing, most_seconds / len(steps.stages)):
                 break
             start = time.monotonic()
             step = next(walk)
             made_in.append(time.monotonic() - start)
             if not words:  # the first step is taken twice: the first time it allocates memory, and compiles
                 learner.update(step.micro_batches, step.counts, learning_rate=0.0)
+                start_of_timing = time.monotonic()  # compiling takes nothing of `most_seconds`
             start = time.monotonic()
             learner.update(step.micro_batches, step.counts, learning_rate=0.0)
             computed_in.append(time.monotonic() - start)
@@ -186,7 +188,10 @@ def time_evaluation(learner: Learner, held_out, most_seconds: float) -> float:
 
 
 def is_time_up(start: float, most_seconds: float) -> bool:
-    """Whether more than so many seconds have passed in a process since a time of its clock; all processes agree."""
+    """
+    Whether a process has worked for more than `most_seconds` since `start`, a time of its own `time.monotonic`. All
+    processes must ask, and get the same answer.
+    """
     return bool(largest(int(time.monotonic() - start > most_seconds)))
 
 
