@@ -12,7 +12,7 @@ from urllib.parse import quote
 import jinja2
 import yaml
 from huggingface_hub import ModelCard
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from d2l_bert.folders import base_name, write_json
 from d2l_bert.hub_metadata import check_card
@@ -26,6 +26,7 @@ from d2l_bert.options import flag
 from d2l_bert.records import inside, read_record
 from d2l_bert.tokenization.config import dataset_and_config
 from d2l_bert.tokenization.model_files import ConfigFile, check_within, find_file
+from d2l_bert.tokenization.weight_files import stored_weights
 
 
 logger = logging.getLogger(__name__)
@@ -445,7 +446,7 @@ def carry_card(source: str, folder: Path, name: str, has_figures: bool = True, e
     try:
         _write_carried_card(source, folder, name, export)
     except UserError as error:  # of a file that was copied: it is the source's
-        raise UserError(str(error).replace(str(folder), source)) from None
+        raise UserError(error.message.replace(str(folder), source)) from None
 
 
 def _copy_file(source, folder, file):
@@ -475,8 +476,4 @@ def _write_carried_card(source, folder, name, export):
 
 def count_parameters(folder: Path) -> int:
     """The number of weights in the safetensors files; a tied matrix counts once."""
-    count = 0
-    for path in folder.glob("model*.safetensors"):
-        with safe_open(path, "pt") as file:
-            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
-    return count
+    return sum(math.prod(weight.shape) for weight in stored_weights(folder, pickles=False).values())

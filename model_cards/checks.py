@@ -18,7 +18,7 @@ from d2l_bert.model_cards.config import check_license
 from d2l_bert.model_cards.markdown import without_code
 from d2l_bert.modeling import configuration_d2l_bert, conversion, export, modeling_d2l_bert
 from d2l_bert.modeling.records import Metrics, Release
-from d2l_bert.records import read_record
+from d2l_bert.records import read_record, values_in
 from d2l_bert.tokenization.existing_tokenizers import check_inputs
 from d2l_bert.tokenization.model_files import ConfigFile, check_within, read_config_file
 from d2l_bert.tokenization.tokenizer_files import check_tokenizer_settings
@@ -331,14 +331,11 @@ def texts_in(file: Path) -> Iterator[str]:
 
 def strings_in(content: object) -> Iterator[str]:
     """All strings of JSON, the names of entries among them."""
-    if isinstance(content, str):
-        yield content
-    elif isinstance(content, dict):
-        yield from content
-        yield from strings_in(list(content.values()))
-    elif isinstance(content, list):
-        for entry in content:
-            yield from strings_in(entry)
+    for value in values_in(content):
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            yield from value
 
 
 # ---------------------------------------------------------------------------------------------------------------------

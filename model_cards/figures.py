@@ -276,18 +276,17 @@ def any_baseline(metrics: dict) -> dict | None:
     return None
 
 
-def baseline_sentence(metrics: dict, split: str) -> str:
+def baseline_sentence(baseline: dict | None) -> str:
     """
-    The figures of a fine-tuning's baseline on a split, and whether the model is better.
+    The figures of a baseline, and whether the model is better.
 
     Args:
-        metrics: the content of metrics.json.
+        baseline: an entry of `BASELINES`.
 
     Returns:
         Such as "always the most frequent class of the training rows: accuracy 52.0 %; the model does no better"; ""
         for a task without a baseline.
     """
-    baseline = metrics.get(BASELINES, {}).get(split)
     if not baseline:
         return ""
     figures = [f"{name.replace('_', ' ')} {shown_metric(name, value)}" for name, value in baseline["figures"].items()]
@@ -319,7 +318,7 @@ def results_table(metrics: dict, splits: dict[str, dict]) -> str:
             lines.append("  standard error: over the rows; of a share of rows by its formula, else by a bootstrap")
         if metrics["f1_of"]:
             lines.append(f"  f1 is that of the class {metrics['f1_of']!r}")
-        if baseline := baseline_sentence(metrics, split):
+        if baseline := baseline_sentence(metrics.get(BASELINES, {}).get(split)):
             lines.append(f"  {baseline}")
     return "\n".join(lines)
 

@@ -7,6 +7,7 @@ transformers below 4.58; this is `torch.onnx.export`.
 import contextlib
 import io
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from . import conversion, modeling_d2l_bert
 from .config import TASKS, ExportConfig
 from .modeling_d2l_bert import D2lBertPreTrainedModel
 
+
+logger = logging.getLogger(__name__)
 
 # Where transformers.js looks for the two files.
 FLOAT = "onnx/model.onnx"
@@ -137,6 +140,25 @@ def read_for_task(name: str, task: str | None = None) -> tuple[D2lBertPreTrained
     return model, saved.float() if saved_task == task else model, task
 
 
+@contextlib.contextmanager
+def logging_as_before() -> Iterator[None]:
+    """
+    Put back, at the end of the block, what it changes of the program's logging: the handlers and the level of the root
+    logger, as ONNX Runtime's quantizer calls `logging.basicConfig`, and the level of `torch.onnx`.
+    """
+    root = logging.getLogger()
+    of_torch = logging.getLogger("torch.onnx")
+    handlers = root.handlers[:]
+    level = root.level
+    level_of_torch = of_torch.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        of_torch.setLevel(level_of_torch)
+
+
 def write_onnx(model: D2lBertPreTrainedModel, folder: Path) -> None:
     """
     Write `FLOAT` and `INT8` into a folder, without the warnings of the libraries on stderr.
@@ -159,9 +181,10 @@ def write_onnx(model: D2lBertPreTrainedModel, folder: Path) -> None:
     inputs = conversion.example_inputs(model, rows=2)
     names = list(model(**inputs))
     axes = {0: torch.export.Dim("batch_size"), 1: torch.export.Dim("sequence_length")}
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it would warn of operators that torchvision has
+    logger.info("writing ONNX files and comparing them with the model; this takes a minute or two")
     # The quantizer's module logs to the stderr of the moment in which it is imported.
-    with contextlib.redirect_stderr(io.StringIO()):
+    with logging_as_before(), contextlib.redirect_stderr(io.StringIO()):
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it would warn of operators that torchvision has
         from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
         torch.onnx.export(

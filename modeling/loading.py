@@ -145,7 +145,10 @@ def as_folder(model: object, tokenizer: PreTrainedTokenizerBase | None = None) -
             save_tokenizer(tokenizer or read_tokenizer(name, model.config), folder)
         if record:
             shutil.copyfile(record, folder / RUN_FILE)
-        yield str(folder)
+        try:
+            yield str(folder)
+        except UserError as error:  # the program knows nothing of the folder
+            raise UserError(error.message.replace(str(folder), title_of(model))) from None
 
 
 def title_of(model: object) -> str:

@@ -1,6 +1,7 @@
 """A program that goes all the ways in one process; a test runs it, and `make types` checks it."""
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -63,3 +64,4 @@ if __name__ == "__main__":
         use(*folders, lines, pd.read_json("test.jsonl", lines=True)[["text"]])
     except d2l_bert.UserError as error:
         sys.exit(str(error))
+    assert logging.getLogger().handlers == [], "a library has set up logging for the whole program"

@@ -192,7 +192,7 @@ def test_a_wrong_input_is_refused_in_one_line_and_no_file_is_changed(
 
 FROM_PYTHON = [  # a call, then what the error names
     (lambda: TextConfig(corpus=[""]).check(), "corpus"),
-    (lambda: TextConfig(corpus="books").check(), "'books'"),
+    (lambda: TextConfig(corpus=[True]).check(), "[True]"),
     (lambda: TextConfig(vocab_size=True).check(), "True"),
     (lambda: TextConfig(vocab_size=300.0).check(), "300.0"),
     (lambda: FinetuneConfig(model="m", task="tags", train_file="", seed="x").check(), "train_file"),

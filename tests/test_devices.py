@@ -18,16 +18,19 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.state import AcceleratorState
+from conftest import SMALL
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from torch.nn.attention import _registry, current_flash_attention_impl
 from transformers.utils import logging as transformers_logging
 
 from d2l_bert import RECIPES, D2lBertConfig, pretrain
+from d2l_bert.__main__ import main
 from d2l_bert.messages import UserError
 from d2l_bert.training import devices, processes
 from d2l_bert.training.config import PretrainConfig
+from d2l_bert.training.data.batches import to_device
 from d2l_bert.training.signals import StopSignals
 
 
@@ -61,7 +64,7 @@ def test_a_run_keeps_off_a_gpu_where_the_launcher_says_so(monkeypatch, asked, ha
 @pytest.mark.parametrize(
     ("kind", "version_2", "asked", "refusal"),
     [
-        (DistributedType.FSDP, "checkpoints", "true", "give --gradient_checkpointing"),
+        (DistributedType.FSDP, "checkpoints", "true", "give gradient_checkpointing"),
         (DistributedType.FSDP, True, "false", None),
         (DistributedType.FSDP, True, "true", None),
         (DistributedType.FSDP, False, "false", "first version is not supported; set fsdp_version: 2"),
@@ -75,6 +78,17 @@ def test_a_request_for_fsdp_that_accelerate_did_not_follow_is_refused(monkeypatc
     monkeypatch.setenv("ACCELERATE_USE_FSDP", asked)
     with pytest.raises(UserError, match=refusal) if refusal else contextlib.nullcontext():
         devices.make_accelerator("no")
+
+
+def test_a_second_run_with_fsdp_in_a_process_finds_the_processes_as_the_first_one_did(monkeypatch):
+    """Accelerate notes FSDP at the processes, and sets it up where these have several GPUs."""
+    found = []
+    processes.start_processes()
+    monkeypatch.setitem(PartialState._shared_state, "distributed_type", DistributedType.FSDP)
+    made = SimpleNamespace(distributed_type=DistributedType.MULTI_GPU)
+    monkeypatch.setattr(devices, "Accelerator", lambda **_: found.append(PartialState().distributed_type) or made)
+    devices.make_accelerator("no")
+    assert found == [DistributedType.MULTI_GPU]
 
 
 @pytest.mark.parametrize(
@@ -228,17 +242,24 @@ def test_varlen_is_the_default_where_a_gpu_has_flash_attention_and_else_refused(
     assert chosen("cuda", sdpa, architecture, precision).attn_implementation == "sdpa"
 
 
-def test_flash_attention_3_is_used_where_it_is_installed_and_given_back(monkeypatch):
+def test_flash_attention_3_is_used_where_it_is_installed_and_given_back(monkeypatch, caplog):
     hopper = SimpleNamespace(device=torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     run = PretrainConfig(attn_implementation="varlen")
 
-    def missing():
-        raise ModuleNotFoundError("flash_attn_interface")
+    def fail_with(error):
+        def load():
+            raise error
 
-    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", missing)
-    devices.use_flash_attention_3(run, hopper)
-    assert current_flash_attention_impl() is None
+        return load
+
+    absent = ModuleNotFoundError("flash_attn_interface")
+    for_another_pytorch = ImportError("undefined symbol: _ZN3c104cuda")
+    for error in (absent, for_another_pytorch):
+        monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", fail_with(error))
+        devices.use_flash_attention_3(run, hopper)
+        assert current_flash_attention_impl() is None
+        assert ("undefined symbol" in caplog.text) == (error is for_another_pytorch)
     monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", lambda: SimpleNamespace(remove=lambda: None))
     with processes.restore_host_settings():
         devices.use_flash_attention_3(PretrainConfig(attn_implementation="sdpa"), hopper)
@@ -255,6 +276,24 @@ def test_unused_memory_is_freed_on_apples_gpus_alone(monkeypatch):
     assert not freed
     devices.free_unused_memory(torch.device("mps"))
     assert freed
+
+
+def test_a_run_frees_unused_memory_with_each_row_of_its_log(books, tmp_path, monkeypatch):
+    freed = []
+    monkeypatch.setattr(devices, "free_unused_memory", freed.append)
+    options = ["--max_steps=6", "--logging_steps=2", "--eval_steps=6", "--save_steps=6", "--mixed_precision=no"]
+    assert main(["pretrain", f"--corpus={books}", f"--output_dir={tmp_path / 'out'}", *SMALL, *options]) == 0
+    assert freed == [torch.device("cpu")] * 3
+
+
+def test_copies_to_an_apple_gpu_are_waited_for_and_those_to_another_are_not():
+    class Watched(torch.Tensor):
+        def to(self, device, non_blocking):
+            return non_blocking
+
+    tensor = torch.zeros(2).as_subclass(Watched)
+    assert to_device(tensor, torch.device("cuda")) is True
+    assert to_device(tensor, torch.device("mps")) is False
 
 
 # ---------------------------------------------------------------------------------------------------------------------

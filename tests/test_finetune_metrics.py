@@ -6,24 +6,33 @@ import numpy as np
 import pytest
 
 from d2l_bert.model_cards.figures import results_table
+from d2l_bert.training.finetuning import intervals
 from d2l_bert.training.finetuning.scoring import (
     answer_scores,
-    class_metrics,
     entities,
-    multilabel_metrics,
     normalised_answer,
     number_metrics,
     report_by_class,
-    tag_metrics,
     types_at_spans,
 )
+
+
+def metrics_of_classes(classes):
+    """The metrics of true and predicted numbers of classes."""
+    return lambda true, said: intervals.class_figures(np.ones(len(true)), np.array(true), np.array(said), classes)
+
+
+def metrics_of_labels(true, said):
+    """The metrics of tables with a 1 for each label that a row has, or gets."""
+    places = [np.array(np.nonzero(table)) for table in (true, said, true & said)]
+    return intervals.multilabel_figures(np.ones(len(true)), *places, labels=true.shape[1])
 
 
 @pytest.mark.parametrize(
     "metrics, true, said, expected",
     [
         (  # 3 true positives, 1 false positive, 2 false negatives, 4 true negatives
-            lambda *sides: class_metrics(*sides, 2),
+            metrics_of_classes(2),
             [1, 1, 1, 0, 1, 1, 0, 0, 0, 0],
             [1, 1, 1, 1, 0, 0, 0, 0, 0, 0],
             {
@@ -33,14 +42,14 @@ from d2l_bert.training.finetuning.scoring import (
                 "accuracy_f1_mean": (0.7 + 6 / 9) / 2,
             },
         ),
-        (lambda *sides: class_metrics(*sides, 2), [0, 1], [0, 0], {"matthews_correlation": 0}),
+        (metrics_of_classes(2), [0, 1], [0, 0], {"matthews_correlation": 0}),
         # Three classes: the mean of F1 = 1, 2/3 and 0.
-        (lambda *sides: class_metrics(*sides, 3), [0, 0, 1, 2], [0, 0, 1, 1], {"f1": (1 + 2 / 3 + 0) / 3}),
+        (metrics_of_classes(3), [0, 0, 1, 2], [0, 0, 1, 1], {"f1": (1 + 2 / 3 + 0) / 3}),
         (
-            multilabel_metrics,
+            metrics_of_labels,
             np.array([[1, 0, 0], [1, 1, 0], [0, 0, 0]]),
             np.array([[1, 0, 0], [0, 1, 1], [0, 0, 0]]),
-            {"exact_match": 2 / 3, "f1": 2 * 2 / (3 + 3), "macro_f1": (2 / 3 + 1 + 0) / 3},
+            {"f1": 2 * 2 / (3 + 3), "macro_f1": (2 / 3 + 1 + 0) / 3},
         ),
         (  # their means are 4 and 3; their ranks 1 2 3 4 and 2 1 3 4
             number_metrics,
@@ -104,7 +113,8 @@ def test_entities_are_those_that_the_tags_mark(tags, lenient, strict):
 def test_precision_recall_and_f1_count_whole_entities(gold, said, expected):
     gold_tags = list(map(str.split, gold))
     said_tags = list(map(str.split, said))
-    assert tag_metrics(gold_tags, said_tags, has_entities=len(expected) > 1) == pytest.approx(expected)
+    tallies = intervals.tag_tallies(gold_tags, said_tags, has_entities=len(expected) > 1)
+    assert intervals.tag_figures(np.ones(len(gold)), tallies) == pytest.approx(expected)
 
 
 def test_the_report_has_each_type_of_entities():

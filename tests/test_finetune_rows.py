@@ -14,7 +14,7 @@ from text_sources import write_table
 from transformers import AutoTokenizer
 
 from d2l_bert.messages import UserError
-from d2l_bert.training.finetuning import account, scoring, text_classification
+from d2l_bert.training.finetuning import account, text_classification
 from d2l_bert.training.finetuning.rows import read_file, write_predictions
 
 
@@ -176,7 +176,7 @@ def test_a_dataset_whose_classes_are_called_by_numbers_has_the_classes_of_a_name
 
 def test_a_number_that_a_named_task_has_no_class_for_is_refused(tmp_path):
     dataset = saved(tmp_path / "set", names_of_labels("0", "1", "2"), train=labelled(0, 1, 2))
-    with pytest.raises(UserError, match="'2' beside labels of --task sst2"):
+    with pytest.raises(UserError, match="'2' beside labels of task sst2"):
         load(None, "sst2", dataset=dataset, text_column="text")
 
 
@@ -322,10 +322,8 @@ def test_other_labels_of_the_test_rows_do_not_change_what_knows_nothing_predicts
         wrong = [{**row, list(row)[-1]: ["O"] * len(row["tokens"]) if "tokens" in row else [name]} for row in rows]
         options = {"test_file": str(write_table(tmp_path / "test.jsonl", wrong))}
         task, splits = load(write_table(tmp_path / "train.jsonl", rows), kind, **options)
-        where = scoring
-        which = "tag_metrics" if kind == "token-classification" else "multilabel_metrics"
         with monkeypatch.context() as patched:
-            patched.setattr(where, which, lambda true, said, *more: guesses.append(np.array(said, dtype=object)))
+            patched.setattr(task, "metrics", lambda split, said: guesses.append(np.array(said, dtype=object)))
             task.baseline(splits["train"], splits["test"])
     assert all(list(one) == list(other) for one, other in zip(*guesses, strict=True))
 

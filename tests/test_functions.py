@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+import pickle
 import pkgutil
 import subprocess
 import sys
@@ -20,10 +21,11 @@ from text_sources import write_table
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 import d2l_bert
-from d2l_bert import UserError, messages, train_wordpiece
+from d2l_bert import FinetuneResult, PrepareResult, PretrainResult, UserError, messages, train_wordpiece
 from d2l_bert.__main__ import main
-from d2l_bert.tokenization.in_memory import as_dataset
+from d2l_bert.tokenization.in_memory import as_dataset, as_splits
 from d2l_bert.training import processes
+from d2l_bert.training.finetuning.config import FinetuneConfig
 
 
 ROOT = Path(__file__).parents[1]
@@ -61,6 +63,48 @@ def test_numbers_of_numpy_are_options():
     assert json.dumps([config.max_steps, config.learning_rate, config.seed]) == "[3, 0.5, 7]"
 
 
+@pytest.mark.parametrize("rates", [3e-4, "3e-4", [3e-4], ["3e-4"], np.float64(3e-4), [3e-4, 1e-5]])
+def test_an_option_of_several_values_takes_numbers_and_one_alone(rates):
+    config = FinetuneConfig(model="m", task="text-classification", train_file="a.csv", learning_rate=rates)
+    config.label_column = "mood"
+    config.check()
+    assert config.learning_rates()[0] == 3e-4 and config.label_column == ["mood"]
+    assert config.learning_rates()[1:] == ([1e-5] if len(np.atleast_1d(rates)) > 1 else [])
+
+
+@pytest.mark.parametrize("rates", [True, [True], {"a": 1}, None, [[1e-4]]])
+def test_what_is_no_list_of_numbers_is_refused(rates):
+    config = FinetuneConfig(model="m", task="text-classification", train_file="a.csv", learning_rate=rates)
+    with pytest.raises(UserError, match="learning_rate"):
+        config.check()
+
+
+def test_a_refusal_names_flags_on_the_command_line_and_arguments_in_a_program(trained, tmp_path, capsys):
+    (tmp_path / "rows.csv").write_text("a\nb\n")
+    given = {"text_column": "review", "task": "text-classification", "train_file": str(tmp_path / "rows.csv")}
+    words = [f"--{name}={value}" for name, value in given.items()]
+    assert main(["finetune", str(trained), *words]) == 2
+    shown = capsys.readouterr().err
+    with pytest.raises(UserError) as refused:
+        d2l_bert.finetune(trained, **given)
+    assert "--text_column" in shown and "text_column" in str(refused.value)
+    assert str(refused.value) == shown.partition("error: ")[2].strip().replace("--", "")
+
+
+@pytest.mark.parametrize(
+    "message, in_python",
+    [
+        ("--task is missing; give it", "task is missing; give it"),
+        ("lower --a_rate, or leave it (--b 0)", "lower a_rate, or leave it (b 0)"),
+        ("train on it: d2l-bert pretrain --corpus x", "train on it: d2l-bert pretrain --corpus x"),
+        ("run npm install --ignore-scripts; '--x' a--b", "run npm install --ignore-scripts; '--x' a--b"),
+    ],
+)
+def test_flags_become_arguments_but_not_in_commands(message, in_python):
+    error = pickle.loads(pickle.dumps(UserError(message)))
+    assert (str(error), error.message) == (in_python, message)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Data in memory
 
@@ -72,7 +116,21 @@ def test_lists_frames_and_datasets_are_the_same_rows():
     for data in (rows, tuple(rows), dataset, frame):
         assert as_dataset(data).to_list() == rows
     assert as_dataset(datasets.DatasetDict(dev=dataset), split="dev").to_list() == rows
-    assert as_dataset(["a", "b"], "body").to_list() == [{"body": "a"}, {"body": "b"}]
+    for texts in (["a", "b"], pd.Series(["a", "b"], name="notes", index=[7, 9])):
+        assert as_dataset(texts, "body").to_list() == [{"body": "a"}, {"body": "b"}]
+
+
+@pytest.mark.parametrize("kind", [list, pd.DataFrame, datasets.Dataset.from_list])
+def test_a_dict_of_data_has_splits_as_a_dataset_dict(kind):
+    rows = [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]
+    splits = {"train": kind(rows), "test": kind(rows[:1])}
+    assert as_dataset(splits, split="test").to_list() == rows[:1]
+    found = as_splits(splits)
+    assert {name: split.to_list() for name, split in found.items()} == {"train": rows, "test": rows[:1]}
+    with pytest.raises(UserError, match="one of them: train, test"):
+        as_dataset(splits)
+    with pytest.raises(UserError, match="split test: .*no rows"):
+        as_splits({"train": rows, "test": []})
 
 
 @pytest.mark.parametrize(
@@ -80,11 +138,17 @@ def test_lists_frames_and_datasets_are_the_same_rows():
     [
         ([], "no rows"),
         (pd.DataFrame({"text": []}), "no rows"),
-        (["a", 3], "entry 1 of the list is a str"),
+        (["a", None], "entry 2 of the list is a NoneType"),
+        ([{"text": "a"}, "b"], "entry 2 of the list is a str"),
         ([3], "entry 1 of the list is a int"),
         (3, "a int cannot be read"),
         ([{"text": "a"}, {"text": 3}], "several kinds"),
-        (datasets.DatasetDict(a=datasets.Dataset.from_dict({"text": ["a"]})), "one of its splits: a"),
+        (pd.DataFrame({"text": ["a", 3]}), "several kinds"),
+        (datasets.DatasetDict(a=datasets.Dataset.from_dict({"text": ["a"]})), "one of them: a"),
+        (["whole", "half \ud83d of a pair"], r"surrogate.*half \\ud83d"),
+        ([{"text": "half \ud83d of a pair"}], r"surrogate.*half \\ud83d"),
+        (pd.DataFrame({"text": ["half \ud83d of a pair"]}, dtype=object), r"surrogate.*half \\ud83d"),
+        (pd.Series(["half \ud83d of a pair"], dtype=object), r"surrogate.*half \\ud83d"),
     ],
 )
 def test_data_that_are_no_rows_are_refused_in_one_line(data, words):
@@ -132,6 +196,33 @@ def test_what_is_no_model_is_refused(trained, tmp_path):
         d2l_bert.pretrain(max_step=3, output_dir=tmp_path / "out")
     with pytest.raises(UserError, match="architecture is a list"):
         d2l_bert.pretrain([], output_dir=tmp_path / "out")
+
+
+def test_what_cannot_predict_is_told_with_its_own_cause_and_the_name_that_was_given(trained):
+    with pytest.raises(UserError, match="^nowhere: no folder here has this name"):
+        d2l_bert.predict("nowhere", ["a"])
+    with pytest.raises(UserError, match=f"^{trained}: no run_config.json of finetune"):
+        d2l_bert.predict(trained, ["a"])
+    loaded = AutoModelForMaskedLM.from_pretrained(trained)
+    with pytest.raises(UserError, match=f"^{trained}: no run_config.json of finetune"):
+        d2l_bert.predict(loaded, ["a"])
+    made = type(loaded)(d2l_bert.D2lBertConfig(vocab_size=loaded.config.vocab_size))
+    with pytest.raises(UserError, match="^model in memory: no run_config.json of finetune"):
+        d2l_bert.predict(made, ["a"], tokenizer=AutoTokenizer.from_pretrained(trained))
+
+
+def test_a_result_shows_its_figures():
+    metrics = {"validation_loss": 1.0, "test_loss": 0.5, "test_accuracy": 2 / 3, "kept_seed": 42, "seeds": [{}]}
+    tuned = FinetuneResult(output_dir=Path("out"), metrics=metrics, predictions_file=None)
+    assert "test_accuracy=0.6667" in repr(tuned) and "validation" not in repr(tuned) and "seed" not in repr(tuned)
+    untested = {"validation_loss": 1.0, "validation_accuracy": 0.5}
+    assert "validation_accuracy=0.5" in repr(dataclasses.replace(tuned, metrics=untested))
+    metrics = {"eval_mlm_loss": 3.25, "eval_nsp_accuracy": 0.75, "train_mfu": 0.5, "predictions": []}
+    assert repr(PretrainResult(Path("a"), metrics, [])).endswith("eval_mlm_loss=3.25, eval_nsp_accuracy=0.75)")
+    assert "max_steps=9" in repr(PretrainResult(None, {"max_steps": 9, "train_seconds": 2.0}, []))
+    names = ("train_documents", "train_tokens", "held_out_documents", "held_out_tokens")
+    counts = dict.fromkeys(names, 12_345) | {"reading": {}}
+    assert "train_tokens=12345" in repr(PrepareResult(Path("a"), counts, []))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

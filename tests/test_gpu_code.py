@@ -103,6 +103,23 @@ def test_requested_hidden_states_are_of_all_tokens():
     torch.testing.assert_close(found.loss, expected.loss)
 
 
+def test_queries_lie_in_memory_as_flash_attention_3_gives_its_output(monkeypatch):
+    """As (tokens, heads, numbers of a head), also in the last block, which has fewer. Compiled programs check that."""
+    layouts = []
+    attend = F.scaled_dot_product_attention
+
+    def watched(query, key, *given, **named):
+        tokens_first = query.squeeze(0).transpose(0, 1)
+        layouts.append((query.shape[2] == key.shape[2], tokens_first.is_contiguous()))
+        return attend(query, key, *given, **named)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    model = make_model(D2lBertForPreTraining, make_config())
+    model.set_attn_implementation(VARLEN)
+    model(**without_padding(of_a_run("packed", True), 32))
+    assert layouts == [(True, True), (False, True)]
+
+
 def test_dropout_of_attention_is_refused():
     model = make_model(D2lBertForPreTraining, make_config(attention_probs_dropout_prob=0.1)).train()
     model.set_attn_implementation(VARLEN)

@@ -7,16 +7,18 @@ import math
 import pytest
 import torch
 from small_models import every_setting, in_training, make_batch, make_config, make_model
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
+from d2l_bert.training import optimizers
 from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data.batches import counts_of
 from d2l_bert.training.data.order import START
 from d2l_bert.training.data.steps import Step
 from d2l_bert.training.devices import make_accelerator
 from d2l_bert.training.learner import Learner
-from d2l_bert.training.optimizers import MovingAverage, Muon, make_adamw, make_optimizers
+from d2l_bert.training.optimizers import MovingAverage, Muon, make_adamw, make_optimizers, orthogonal
 
 
 def is_decayed(name):
@@ -125,6 +127,24 @@ def test_momentum_of_a_unit_that_gets_no_gradient_any_more_ends_at_zero():
     assert (momentum[2] == 0).all()
     assert (expected[2] != 0).all()
     assert weight.isfinite().all()
+
+
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_muon_computes_in_float32_on_a_gpu_that_only_emulates_bf16(has_bf16, monkeypatch):
+    """Tensors without numbers are on the GPU."""
+    in_float32 = []
+
+    def watched(matrix, *settings):
+        in_float32.append(matrix)
+        return orthogonal(matrix, *settings)
+
+    monkeypatch.setattr(optimizers, "orthogonal", watched)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or has_bf16)
+    with FakeTensorMode():
+        weight = torch.nn.Parameter(torch.zeros(6, 4, device="cuda"))
+        weight.grad = torch.zeros(6, 4, device="cuda")
+        Muon([weight], lr=1e-3).step()
+    assert [matrix.device.type for matrix in in_float32] == ([] if has_bf16 else ["cuda"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

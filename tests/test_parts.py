@@ -249,7 +249,7 @@ def test_the_unknown_share_of_joined_parts_is_that_of_all_held_out_text(tmp_path
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--vocab_size=150"], "its tokenizer is not that of .*prepare it again with --tokenizer "),
+        (["--vocab_size=150"], "its tokenizer is not that of .*prepare it again with tokenizer "),
         (
             ["--documents=blank_line"],
             "was prepared with documents 'blank_line', and .* with 'auto'; prepare both alike",

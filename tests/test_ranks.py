@@ -132,24 +132,77 @@ def test_a_launched_program_can_pretrain_twice_and_keeps_its_process_group(books
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# DDP keeps each gradient once: in the bucket in which it sends it
+
+
+def run_on_two_ranks(program, folder, seconds):
+    """Run a program, which may import the modules of the tests, in two processes; both must end well."""
+    script = folder / "program.py"
+    script.write_text(program)
+    said = folder / "said.txt"
+    environment = {"PYTHONPATH": str(Path(__file__).parent)}
+    ranks = start([], script=script, environment=environment, processes=2, said=said)
+    assert end(ranks, seconds) == [0, 0], said.read_text()
+
+
+GRADIENTS_IN_BUCKETS = """
+import torch
+from small_models import in_training, make_batch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from d2l_bert import PretrainConfig
+from d2l_bert.training.data.batches import counts_of
+from d2l_bert.training.devices import make_accelerator
+from d2l_bert.training.learner import Learner
+
+learner = Learner(make_accelerator("no"), in_training(), PretrainConfig())
+parameters = list(learner.model.parameters())
+batches = [make_batch(learner.model)] * 3
+tensors = []  # how many share out the memory of the gradients: buckets, or each gradient for itself
+
+
+def count(*_):
+    addresses = {parameter.grad.untyped_storage().data_ptr() for parameter in parameters}
+    tensors.append(len(addresses))
+
+
+register_optimizer_step_pre_hook(count)
+learner.update(batches, counts_of(batches), 1e-3)
+learner.model.register_forward_pre_hook(count)  # before each micro-batch of the second step
+learner.update(batches, counts_of(batches), 1e-3)
+assert len(tensors) == 5 and len(parameters) > 20 and max(tensors) <= 2, tensors
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_gradients_of_ddp_lie_in_its_buckets_from_one_step_to_the_next(tmp_path):
+    run_on_two_ranks(GRADIENTS_IN_BUCKETS, tmp_path, seconds=120)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # FSDP2 trains the same weights as one process, and each resumes from the other's checkpoints
 
 
 GRADIENTS = """
 import copy
 import torch
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialState
 from small_models import make_batch, make_config, make_model
 
-from d2l_bert import D2lBertForPreTraining
+from d2l_bert import D2lBertForPreTraining, PretrainConfig
+from d2l_bert.training.data.batches import counts_of
+from d2l_bert.training.devices import make_accelerator
+from d2l_bert.training.learner import Learner
 from d2l_bert.training.shards import full_tensor, shard
 
+plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True)
 torch.distributed.init_process_group("gloo")
 for setting in ("d2l", "bert"):  # untied and tied
     whole = make_model(D2lBertForPreTraining, make_config(setting)).train()
     batch = make_batch(whole)
     sharded = copy.deepcopy(whole)
-    shard(sharded, FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True))
+    shard(sharded, plugin)
     parts = torch.distributed.get_world_size()
     assert sharded.mlm.decoder.weight.to_local().numel() < whole.mlm.decoder.weight.numel()
     calls = []
@@ -165,19 +218,22 @@ for setting in ("d2l", "bert"):  # untied and tied
         for found, gradient in zip(gradients, expected, strict=True):
             torch.testing.assert_close(found, gradient, rtol=1e-5, atol=1e-6)
     assert calls == [False, "logits", False, "logits", True], calls
-print("the same gradients")
+
+accelerator = make_accelerator("no")
+accelerator.state.fsdp_plugin = plugin  # as Accelerate sets it on GPUs
+for state in (accelerator.state, PartialState()):
+    state.distributed_type = DistributedType.FSDP
+learner = Learner(accelerator, make_model(D2lBertForPreTraining, make_config()).train(), PretrainConfig())
+learner.model.mlm.forward = None  # not called in a step
+learner.update([batch], counts_of([batch]), 1e-3)
+assert accelerator.is_fsdp2 and accelerator.num_processes == parts
 torch.distributed.destroy_process_group()
 """
 
 
 @pytest.mark.slow
-def test_shards_give_the_gradient_of_the_whole_model_without_logits(tmp_path):
-    program = tmp_path / "gradients.py"
-    program.write_text(GRADIENTS)
-    said = tmp_path / "said.txt"
-    environment = {"PYTHONPATH": str(Path(__file__).parent)}
-    ranks = start([], script=program, environment=environment, processes=2, said=said)
-    assert end(ranks, 300) == [0, 0], said.read_text()
+def test_shards_give_the_gradient_of_the_whole_model_without_logits_and_a_step_computes_none(tmp_path):
+    run_on_two_ranks(GRADIENTS, tmp_path, seconds=300)
 
 
 OPTIONS = ["--max_steps=4", "--save_steps=2", "--micro_batch_size=3", "--mixed_precision=no"]

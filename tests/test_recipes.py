@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import shlex
 import typing
 from dataclasses import asdict, fields, replace
@@ -287,7 +288,7 @@ def take_time(monkeypatch):
     return take
 
 
-def timed(take, stages, *, making=0.0, workers=0, compiling=None):
+def timed(take, stages, *, making=0.0, workers=0, compiling=None, most_seconds=math.inf):
     """
     The result of `time_steps` on a run of 100 steps, and how long each step takes, in their order.
 
@@ -295,6 +296,7 @@ def timed(take, stages, *, making=0.0, workers=0, compiling=None):
         stages: the seconds of a step, by the first step of each stage; the first step of all takes 9 s.
         making: the seconds that it takes to make the batch of a step.
         compiling: the seconds that the fifth step of each stage takes; as the others, if None.
+        most_seconds: as in `time_steps`.
     """
     taken = [None]
 
@@ -316,7 +318,7 @@ def timed(take, stages, *, making=0.0, workers=0, compiling=None):
     made = [Stage(first, end, None, None, 0) for first, end in borders]
     learner = SimpleNamespace(update=update)
     run = PretrainConfig(dataloader_num_workers=workers)
-    return time_steps(learner, SimpleNamespace(run=run, stages=made, walk=walk)), taken[1:]
+    return time_steps(learner, SimpleNamespace(run=run, stages=made, walk=walk), most_seconds), taken[1:]
 
 
 STAGES = {0: 1.0, 40: 0.25, 90: 3.0, 99: 2.0}  # the last one is a single step
@@ -360,6 +362,45 @@ def test_the_first_batch_of_an_evaluation_is_not_timed(monkeypatch):
     assert evaluated == [1, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("most_seconds, count", [(2.0, 3), (9.0, 5), (1000.0, 20)])
+def test_slow_steps_are_timed_for_their_share_of_the_seconds_alone_but_three_of_each_stage(
+    monkeypatch, most_seconds, count
+):
+    """A stage has half of the seconds. Its first step takes 9 s, which do not count, as it may compile; others 1 s."""
+    (total, _), taken = timed(take_time(monkeypatch), {0: 1.0, 50: 1.0001}, most_seconds=most_seconds)
+    assert total == pytest.approx(100, rel=1e-3)
+    assert taken.count(1.0) == taken.count(1.0001) == 1 + count
+
+
+@pytest.mark.parametrize("most_seconds, computed", [(3.0, 2), (1000.0, 5)])
+def test_of_a_long_evaluation_a_part_is_timed(monkeypatch, most_seconds, computed):
+    """Five batches of 2 s each are 10 s, however many of them are computed."""
+    take = take_time(monkeypatch)
+    evaluated = []
+
+    def evaluate(batches):
+        for batch in batches:
+            take(2.0)
+            evaluated.append(batch)
+
+    seconds = schedule.time_evaluation(SimpleNamespace(evaluate=evaluate), [1, 2, 3, 4, 5], most_seconds)
+    assert seconds == pytest.approx(10)
+    assert evaluated == [1, *range(1, computed + 1)]
+
+
+def test_minutes_say_that_they_time_steps_and_so_does_ctrl_c(monkeypatch, caplog):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    caplog.set_level("INFO", "d2l_bert")
+    learner = SimpleNamespace(accelerator=make_accelerator("no"))
+    monkeypatch.setattr(schedule, "TrainingSteps", lambda *_: None)
+    monkeypatch.setattr(schedule, "time_steps", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        schedule.find_max_steps(PretrainConfig(max_minutes=2), None, learner, [1], None)
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+
+
 def test_minutes_hold_the_steps_and_their_evaluations(caplog):
     run = PretrainConfig(max_minutes=10)
     # Ten evaluations of 12 s take 120 of 600 s.
@@ -374,5 +415,5 @@ def test_evaluations_that_take_most_of_the_minutes_are_told_and_all_of_them_refu
     run = PretrainConfig(max_minutes=1)
     assert steps_for_minutes(run, step_seconds=1, evaluation_seconds=4.5) == 15
     assert "evaluations take 75% of them" in caplog.text and "lower --max_eval_pairs" in caplog.text
-    with pytest.raises(UserError, match="evaluations take 100% of them, .* 0 steps of 1 s; lower --max_eval_pairs"):
+    with pytest.raises(UserError, match="evaluations take 100% of them, .* 0 steps of 1 s; lower max_eval_pairs"):
         steps_for_minutes(run, step_seconds=1, evaluation_seconds=6.1)

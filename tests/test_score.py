@@ -20,8 +20,9 @@ from text_sources import write_table
 import d2l_bert
 from d2l_bert.__main__ import main
 from d2l_bert.messages import UserError
-from d2l_bert.training.finetuning import scoring
-from d2l_bert.training.finetuning.config import ScoreConfig
+from d2l_bert.training.finetuning import intervals, scoring
+from d2l_bert.training.finetuning.config import FinetuneConfig, ScoreConfig
+from d2l_bert.training.finetuning.folder import advice_on_length
 from d2l_bert.training.finetuning.score import confusion_table, lines_of_confusion, score
 
 
@@ -85,6 +86,15 @@ def test_classes_are_scored_as_by_scikit_learn(models, tmp_path):
     assert sureness == sorted(sureness, reverse=True) == [float(row["probability"]) for row in wrong]
     written = json.loads((tmp_path / "x" / "score" / "figures.json").read_text())
     assert written["figures"]["accuracy"]["value"] == found.figures["accuracy"].value
+
+    # What the most frequent class of these rows scores alone.
+    usual = max(sides[0], key=sides[0].count)
+    share = sides[0].count(usual) / len(rows)
+    assert found.baseline["figures"]["accuracy"] == pytest.approx(share)
+    assert found.baseline["figures"]["f1"] == metrics.f1_score(sides[0], [usual] * len(rows), pos_label="boris")
+    assert found.baseline["is_beaten"] == (accuracy > share)
+    assert written["baseline"] == found.baseline and found.baseline["prediction"] in found.report
+    assert f"accuracy={accuracy:.4g}" in repr(found) and "confusion" not in repr(found)
     assert (tmp_path / "x" / "score" / "confusion_matrix.png").stat().st_size > 1_000
 
 
@@ -150,7 +160,8 @@ def test_entities_are_counted_as_seqeval_counts_them():
         "f1": 0.7982708933717578,
         "strict_f1": 0.7822222222222223,
     }
-    assert scoring.tag_metrics(gold, said, True) == pytest.approx(expected)
+    tallies = intervals.tag_tallies(gold, said, True)
+    assert intervals.tag_figures(np.ones(60), tallies) == pytest.approx(expected)
 
 
 def words_of(answer):
@@ -359,3 +370,17 @@ def test_of_a_data_set_without_test_rows_the_command_predicts_a_row_that_it_brin
     assert main(words) == 0
     (predicted,) = read_csv(tmp_path / words[-1])
     assert json.loads(predicted["choices"]) == json.loads(row)["choices"]
+
+
+@pytest.mark.parametrize(
+    "options, steps, is_told",
+    [
+        ({}, 199, True),
+        ({}, 200, False),
+        ({"num_train_epochs": 4.0}, 120, True),
+        ({"num_train_epochs": 20.0}, 120, False),
+        ({"max_steps": 120}, 120, False),
+    ],
+)
+def test_a_run_of_few_steps_is_told_so_unless_it_was_asked_for_them(options, steps, is_told):
+    assert bool(advice_on_length(FinetuneConfig(**options), steps)) == is_told

@@ -264,7 +264,7 @@ def test_the_columns_that_are_there_are_listed(tmp_path):
     rows = [{"id": "1", "body": "a"}, {"id": "2", "title": "b"}]
     for name in ("rows.jsonl", "rows.csv", "rows.parquet"):
         write_table(tmp_path / name, rows if name == "rows.jsonl" else rows[:1])
-        with pytest.raises(UserError, match=f"{name}: no column 'text'; it has 'id', 'body'.*--text_column"):
+        with pytest.raises(UserError, match=f"{name}: no column 'text'; it has 'id', 'body'.*text_column"):
             lines_of(str(tmp_path / name))
 
 

@@ -59,7 +59,7 @@ def kill_itself(_):
 
 
 def test_a_process_that_is_killed_is_said_in_one_line():
-    with pytest.raises(UserError, match="killed .*lower --preprocessing_num_workers") as caught:
+    with pytest.raises(UserError, match="killed .*lower preprocessing_num_workers") as caught:
         list(in_order(kill_itself, [1, 2], 2))
     traceback.clear_frames(caught.tb)
 
@@ -81,7 +81,7 @@ def test_processes_that_cannot_be_started_are_said_in_one_line(monkeypatch):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
-    with pytest.raises(UserError, match="cannot be started .*lower --preprocessing_num_workers"):
+    with pytest.raises(UserError, match="cannot be started .*lower preprocessing_num_workers"):
         list(in_order(int, "12", 2))
 
 

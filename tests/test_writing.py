@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -187,32 +188,24 @@ def test_a_report_that_nobody_reads_fails_after_the_work(monkeypatch, capsys):
     assert done and capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("file", "file is no folder"),
-        ("file/out", "file is no folder"),
-        ("file/a/out", "file is no folder"),
-        ("to_file/out", "to_file is a link to a file"),
-        ("nowhere/out", "nowhere is a link that leads nowhere"),
-        ("loop/out", "loop is a link that leads nowhere"),
-    ],
-)
-def test_what_stands_in_the_way_of_a_folder_is_named(tmp_path, name, said):
+@pytest.mark.parametrize("name", ["file", "file/out", "file/a/out", "to_file/out", "nowhere/out", "loop/out"])
+def test_what_stands_in_the_way_of_a_folder_is_named(tmp_path, name):
     (tmp_path / "file").touch()
     for link, target in (("to_file", "file"), ("nowhere", "gone"), ("loop", "loop")):
         (tmp_path / link).symlink_to(target)
     writers = [folders.locked_folder, lambda path: folders.atomic_folder(path, "")]
     for writer in writers if "/" in name else writers[:1]:
-        with pytest.raises(UserError, match=f"{said}; take it out") as error, writer(tmp_path / name):
+        with pytest.raises(UserError) as error, writer(tmp_path / name):
             pytest.fail("it works")
-        assert "make it writable" not in str(error.value)
+        cause = re.search(r"\((.*)\)", str(error.value))[1]
+        assert str(tmp_path / name.partition("/")[0]) in cause
+        assert "in the way" in str(error.value) and "make it writable" not in str(error.value)
 
 
 def test_a_folder_in_place_of_a_lock_is_named(tmp_path):
     (tmp_path / ".lock").mkdir()
     with (
-        pytest.raises(UserError, match=r"\.lock is a folder, and no file; take it out"),
+        pytest.raises(UserError, match=r"\.lock\); take out what is in the way"),
         folders.locked_folder(tmp_path),
     ):
         pytest.fail("it works")
@@ -221,4 +214,5 @@ def test_a_folder_in_place_of_a_lock_is_named(tmp_path):
 def test_an_output_that_is_a_link_to_itself_is_one_line(tmp_path, books, fails):
     (tmp_path / "loop").symlink_to("loop")
     for place in ("loop", "loop/out"):
-        assert "leads nowhere" in fails("pretrain", f"--corpus={books}", f"--output_dir={tmp_path / place}")
+        said = fails("pretrain", f"--corpus={books}", f"--output_dir={tmp_path / place}")
+        assert "in the way" in said and f"{tmp_path / 'loop'}" in said

@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from huggingface_hub import constants
 
 from d2l_bert.folders import atomic_folder, content_hash, delete, short_hash, write_json
-from d2l_bert.messages import READ_ERRORS, UserError, writing
+from d2l_bert.messages import UserError, writing
 
 
 logger = logging.getLogger(__name__)
@@ -84,13 +84,7 @@ def _say_once(line):
     logger.warning(line)
 
 
-def cached(
-    folder: Path,
-    kind: str,
-    identity: Sequence,
-    write: Callable[[Path], object],
-    check: Callable[[Path], object] = lambda path: None,
-) -> Path:
+def cached(folder: Path, kind: str, identity: Sequence, write: Callable[[Path], object]) -> Path:
     """
     A folder of the cache whose content follows from `identity`; `write_once` writes it if it is not there.
 
@@ -101,20 +95,18 @@ def cached(
         folder: the cache.
         kind: the beginning of the name.
         identity: values of JSON.
-        write, check: as in `write_once`.
+        write: as in `write_once`.
 
     Raises:
         UserError: the cache cannot be written.
     """
     versions = [importlib.metadata.version(name) for name in ("sentencex", "tokenizers")]
     path = folder / f"{kind}-{short_hash(versions, unicodedata.unidata_version, *identity)}"
-    write_once(path, write, check)
+    write_once(path, write)
     return path
 
 
-def write_once(
-    path: Path, write: Callable[[Path], object], check: Callable[[Path], object] = lambda path: None
-) -> None:
+def write_once(path: Path, write: Callable[[Path], object]) -> None:
     """
     Write a folder of the cache atomically, unless it exists and is whole (`_is_whole`).
 
@@ -125,15 +117,12 @@ def write_once(
     Args:
         write: gets the path of the empty temporary folder. An `OSError` that it raises is reported as an error of
             writing the cache, so `write` must turn errors of reading its sources into other exceptions.
-        check: raises an exception of `READ_ERRORS`, such as a `UserError`, if a folder does not hold what `write`
-            writes. A folder can be whole and still not: `SEAL_FILE` was changed with the others. It is then written
-            anew, too.
 
     Raises:
         UserError: the cache cannot be written.
     """
     with writing(f"cache {path.parent}", ANOTHER_CACHE):
-        if _is_whole(path) and _passes(path, check):
+        if _is_whole(path):
             return
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = FileLock(path.with_name(f".{path.name}.lock"))
@@ -143,7 +132,7 @@ def write_once(
             logger.info(f"waiting for another process, which writes the same text into the cache {path.parent}")
             held = lock.acquire()
         with held:
-            if _is_whole(path) and _passes(path, check):  # another process wrote it while this one waited
+            if _is_whole(path):  # another process wrote it while this one waited
                 return
             if os.path.lexists(path):
                 logger.warning(f"cache {path}: is not as it was written; it is made anew")
@@ -194,15 +183,6 @@ def _is_as_sealed(path, sealed):
     if sealed["marks"] == _marks(path):
         return True
     return sealed["sha256"] == content_hash(path)
-
-
-def _passes(path, check):
-    """Whether a check, as `write_once` gets it, raises nothing."""
-    try:
-        check(path)
-    except READ_ERRORS:
-        return False
-    return True
 
 
 def _marks(path):

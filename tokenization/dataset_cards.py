@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 import yaml
 
 from d2l_bert.hub_metadata import check_card, check_yaml
-from d2l_bert.records import refuse_link_outwards
+from d2l_bert.records import refuse_link_outwards, values_in
 
 
 # Bytes; cards of data sets with hundreds of configurations have some 100,000.
@@ -133,20 +133,15 @@ def _is_harmless(option, value):
 
 def _check_paths(value, is_of_folder):
     """Refuse a path, in a text, a list or a dict, that has many stars, or leads out of the dataset."""
-    waiting = [value]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, dict):
-            waiting.extend(part.values())
-        elif isinstance(part, list):
-            waiting.extend(part)
-        elif isinstance(part, str):
-            if re.search(r"(^|::)(/|file:|local:)", part) or ".." in PurePosixPath(part).parts:
-                raise ValueError(f"its card names {part:.200}, a file of this machine")
-            if is_of_folder and re.search(r"[:\\\0]", part):  # an address
-                raise ValueError(f"its card names {part:.200}, which is not in the folder")
-            if len(re.findall(r"\*+", part)) > MOST_STARS:
-                raise ValueError(f"its card names {part:.200}, a pattern of more than {MOST_STARS} stars")
+    for part in values_in(value):
+        if not isinstance(part, str):
+            continue
+        if re.search(r"(^|::)(/|file:|local:)", part) or ".." in PurePosixPath(part).parts:
+            raise ValueError(f"its card names {part:.200}, a file of this machine")
+        if is_of_folder and re.search(r"[:\\\0]", part):  # an address
+            raise ValueError(f"its card names {part:.200}, which is not in the folder")
+        if len(re.findall(r"\*+", part)) > MOST_STARS:
+            raise ValueError(f"its card names {part:.200}, a pattern of more than {MOST_STARS} stars")
 
 
 def _check_classes(features):
@@ -155,13 +150,7 @@ def _check_classes(features):
 
     The library makes a list of as many numbers as the largest one says, before it sees that names are missing.
     """
-    waiting = [features]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, dict):
-            waiting.extend(part.values())
-            names = part.get("names")
-            if isinstance(names, dict) and sorted(map(int, names)) != list(range(len(names))):
-                raise ValueError(f"its card has classes that are not numbered 0, 1, 2 and so on: {list(names)!s:.100}")
-        elif isinstance(part, list):
-            waiting.extend(part)
+    for part in values_in(features):
+        names = part.get("names") if isinstance(part, dict) else None
+        if isinstance(names, dict) and sorted(map(int, names)) != list(range(len(names))):
+            raise ValueError(f"its card has classes that are not numbered 0, 1, 2 and so on: {list(names)!s:.100}")

@@ -14,7 +14,7 @@ from d2l_bert.tokenization.cache import cached
 from d2l_bert.tokenization.processes import in_order
 from d2l_bert.tokenization.rules import NO_CONTROLS, ZERO_WIDTH_SPACE, WordUnit
 from d2l_bert.tokenization.text_store import Blocks, TextPart
-from d2l_bert.tokenization.token_store import STORE_FORMAT, Section, check_store, write_store
+from d2l_bert.tokenization.token_store import STORE_FORMAT, Section, write_store
 from d2l_bert.tokenization.wordpiece import CONTINUATION, literal_json, literal_tokenizer
 
 
@@ -59,7 +59,7 @@ def prepare_tokens(
         _opened.cache_clear()  # if no other processes were started, this one has opened the text, and closes it
 
     identity = [ENCODING_FORMAT, STORE_FORMAT, part.identity(), json_of_tokenizer, word_unit]
-    return cached(folder, "tokens", identity, write, check_store)
+    return cached(folder, "tokens", identity, write)
 
 
 @dataclass(frozen=True)

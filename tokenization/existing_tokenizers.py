@@ -12,6 +12,7 @@ from transformers import BertTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from d2l_bert.messages import UserError, reading_model
 from d2l_bert.tokenization.cache import cache_folder, write_once
+from d2l_bert.tokenization.long_texts import without_limits
 from d2l_bert.tokenization.model_files import check_within, find_file
 from d2l_bert.tokenization.tokenizer_files import (
     BERT_ROLES,
@@ -121,22 +122,13 @@ def check_inputs(tokenizer: PreTrainedTokenizerBase, segments: int) -> None:
     others = (tokenizer.unk_token_id, tokenizer.pad_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id)
     if tokenizer.mask_token_id is not None and tokenizer.mask_token_id in others:
         raise UserError(f"its mask, {tokenizer.mask_token!r:.50}, is another special token, too; {PUT_BACK}")
-    backend = tokenizer.backend_tokenizer
-    truncation = backend.truncation
-    padding = backend.padding
-    backend.no_truncation()
-    backend.no_padding()
-    _check_input(tokenizer, segments, "a text", ["a word"])
-    _check_input(tokenizer, segments, "a pair of texts", ["a word", "and another"])
-    if truncation:
-        backend.enable_truncation(**truncation)
-    if padding:
-        backend.enable_padding(**padding)
+    unlimited = without_limits(tokenizer.backend_tokenizer)
+    _check_input(unlimited, tokenizer.mask_token_id, segments, "a text", ["a word"])
+    _check_input(unlimited, tokenizer.mask_token_id, segments, "a pair of texts", ["a word", "and another"])
 
 
-def _check_input(tokenizer, segments, what, texts):
-    """As `check_inputs`, of these texts, which are called `what`."""
-    backend = tokenizer.backend_tokenizer
+def _check_input(backend, mask, segments, what, texts):
+    """As `check_inputs`, of these texts, which are called `what`; `mask` is the number of the mask."""
     encoding = backend.encode(*texts)
     expected = []
     for text in texts:
@@ -157,7 +149,7 @@ def _check_input(tokenizer, segments, what, texts):
             f"its tokenizer puts {len(around)} special tokens around {what} (post_processor), and may put 1 to "
             f"{MOST_AROUND}; {PUT_BACK}"
         )
-    if tokenizer.mask_token_id in around:
+    if mask in around:
         raise UserError(f"its tokenizer puts a mask around {what} (post_processor); {PUT_BACK}")
     if segments > 1 and max(encoding.type_ids) >= segments:
         raise UserError(f"its tokenizer gives {what} segments beyond the model's {segments}; {PUT_BACK}")

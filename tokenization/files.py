@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from d2l_bert.messages import UserError, counted, explained, shortened, standard_input
-from d2l_bert.tokenization import tables
-from d2l_bert.tokenization.in_memory import as_dataset, is_in_memory
+from d2l_bert.tokenization import in_memory, tables
 from d2l_bert.tokenization.python_docs import PYTHON_DOCS
 from d2l_bert.tokenization.text_formats import LINES_OF_FORMAT
 
@@ -251,10 +250,10 @@ def lines_and_cells(data: Any, text_column: str = "text", separator: str = "auto
         UserError: there is no such file, or it is a folder or a `.json` file; while it is read, the file cannot be
             read, is damaged or is not text, or has no such column.
     """
-    if is_in_memory(data):
-        rows = as_dataset(data, text_column).with_format(None)
+    if in_memory.is_in_memory(data):
+        rows = in_memory.as_dataset(data, text_column).with_format(None)
         with_places = ((f"row {number:,}", row) for number, row in enumerate(rows, 1))
-        return tables.texts_in(with_places, text_column, explained("data in memory", "", ValueError))
+        return tables.texts_in(with_places, text_column, explained(in_memory.NAME, "", ValueError))
     file = str(data)
     if file == STDIN:
         return _with_cells(_texts_of_stdin(text_column), text_column)

@@ -17,7 +17,7 @@ from d2l_bert.messages import UserError, shortened, shows_bars
 from d2l_bert.records import inside, read_record, refuse_link_outwards
 from d2l_bert.tokenization import dataset_cards
 from d2l_bert.tokenization.cache import cache_folder, is_own, write_once
-from d2l_bert.tokenization.in_memory import as_dataset
+from d2l_bert.tokenization.in_memory import NAME, as_dataset, as_splits
 
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 # The records of `save_to_disk`: of a dataset, and of several splits.
 DATASET_FILE = "state.json"
 SPLITS_FILE = "dataset_dict.json"
+
+# What the names of the cache's folders with data in memory begin with; a hash follows.
+IN_MEMORY = "dataset-"
 
 
 def open_dataset(name: str, config: str | None, split: str, streaming: bool) -> tuple:
@@ -84,7 +87,7 @@ def dataset_folder(data, column: str, split: str) -> str:
     rows = as_dataset(data, column, split)
     if column not in rows.column_names:
         raise UserError(
-            f"dataset in memory: has no column {column!r:.100}; name its column of text with text_column: "
+            f"{NAME}: no column {column!r:.100}; name its column of text with text_column: "
             f"{', '.join(rows.column_names)!s:.100}"
         )
     rows = rows.select_columns([column])
@@ -93,24 +96,21 @@ def dataset_folder(data, column: str, split: str) -> str:
 
 def splits_folder(data) -> str:
     """
-    Write all columns of data in memory to the cache, of a `DatasetDict` those of each split; returns the folder.
+    Write all columns of data in memory to the cache, of several splits those of each; returns the folder.
 
     Raises:
         UserError: as in `dataset_folder`.
     """
-    import datasets
-
-    if not isinstance(data, datasets.DatasetDict):
-        data = datasets.DatasetDict(train=as_dataset(data))
-    hashes = [[split, repr(rows.features), rows_hash(rows)] for split, rows in data.items()]
-    return _written_to_cache(data, short_hash(hashes))
+    splits = as_splits(data)
+    hashes = [[split, repr(rows.features), rows_hash(rows)] for split, rows in splits.items()]
+    return _written_to_cache(splits, short_hash(hashes))
 
 
 def _written_to_cache(data, digest):
     """The folder of the cache for a `Dataset` or a `DatasetDict`, which is written if it is not there."""
     import datasets
 
-    path = cache_folder() / f"dataset-{digest}"
+    path = cache_folder() / f"{IN_MEMORY}{digest}"
     if isinstance(data, datasets.Dataset):
         # Concatenated, rows lose the name of their split: the saved copy is the same whichever split they are from.
         data = datasets.concatenate_datasets([data])
@@ -120,6 +120,12 @@ def _written_to_cache(data, digest):
             undo.callback(datasets.enable_progress_bars)
         write_once(path, data.save_to_disk)
     return str(path)
+
+
+def was_in_memory(name: str) -> bool:
+    """Whether a dataset is a folder of the cache for data in memory."""
+    path = Path(name)
+    return path.name.startswith(IN_MEMORY) and path.parent == cache_folder()
 
 
 @contextlib.contextmanager

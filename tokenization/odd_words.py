@@ -45,19 +45,24 @@ _LEAD_BYTES = {
 }
 
 
+def _count(words, is_odd):
+    """How many words a function finds odd, such as the `search` of a pattern."""
+    return sum(count for word, count in words.items() if is_odd(word))
+
+
 def count_tags(words: Mapping[str, int]) -> int:
     """How many words hold a tag (`<br />`), a stand-in (`<unk>`) or a special token (`[SEP]`) as text."""
-    return sum(count for word, count in words.items() if ("<" in word or "[" in word) and _TAG.search(word))
+    return _count(words, _TAG.search)
 
 
 def count_escapes(words: Mapping[str, int]) -> int:
     r"""How many words hold an escape as text: the two characters `\n` for the end of a line, `\u00e9` for é."""
-    return sum(count for word, count in words.items() if "\\" in word and _ESCAPE.search(word))
+    return _count(words, _ESCAPE.search)
 
 
 def count_two_alphabets(words: Mapping[str, int]) -> int:
     """How many words have a Latin letter beside a Cyrillic one, which may look alike: "cлово" with a Latin c."""
-    return sum(count for word, count in words.items() if _TWO_ALPHABETS.search(word))
+    return _count(words, _TWO_ALPHABETS.search)
 
 
 def count_twins(words: Mapping[str, int]) -> int:
@@ -71,17 +76,17 @@ def count_twins(words: Mapping[str, int]) -> int:
 
 def count_reversed(words: Mapping[str, int]) -> int:
     """How many words of Hebrew are written backwards, as programs take them out of PDF: a final letter is first."""
-    return sum(count for word, count in words.items() if _FINAL_LETTER_FIRST.search(word))
+    return _count(words, _FINAL_LETTER_FIRST.search)
 
 
 def count_decomposed(words: Mapping[str, int]) -> int:
     """How many words NFC changes: e and an accent in place of é, as macOS writes names of files."""
-    return sum(count for word, count in words.items() if not unicodedata.is_normalized("NFC", word))
+    return _count(words, lambda word: not unicodedata.is_normalized("NFC", word))
 
 
 def count_mojibake(words: Mapping[str, int]) -> int:
     """How many words were read in an encoding that they did not have: "fÃ¼r" is "für", and "Ïðèâåò" is "Привет"."""
-    return sum(count for word, count in words.items() if _ACCENTS_ALONE.search(word) or _was_utf_8(word))
+    return _count(words, lambda word: _ACCENTS_ALONE.search(word) or _was_utf_8(word))
 
 
 def _was_utf_8(word):
@@ -96,21 +101,17 @@ def _was_utf_8(word):
 
 def count_entities(words: Mapping[str, int]) -> int:
     """How many words hold an entity of HTML, as `&quot;`."""
-    return sum(count for word, count in words.items() if "&" in word and ENTITY.search(word))
+    return _count(words, ENTITY.search)
 
 
 def count_zawgyi(words: Mapping[str, int]) -> int:
     """How many words of Burmese are written in Zawgyi, which looks like Unicode and has another order."""
-    return sum(count for word, count in words.items() if _ZAWGYI.search(word))
+    return _count(words, _ZAWGYI.search)
 
 
 def count_capital_sigmas(words: Mapping[str, int]) -> int:
     """How many words of Greek end with a capital sigma, which in lower case is ς there, and σ to a tokenizer."""
-    found = 0
-    for word, count in words.items():
-        if "Σ" in word and len(word) > 1 and word.rstrip(".,;:!?»”)'").endswith("Σ"):
-            found += count
-    return found
+    return _count(words, lambda word: len(word) > 1 and word.rstrip(".,;:!?»”)'").endswith("Σ"))
 
 
 def count_spelled_twice(words: Mapping[str, int]) -> int:
@@ -136,8 +137,7 @@ def count_compatible(words: Mapping[str, int]) -> int:
     compatible = "".join(character for character in set("".join(words)) if _is_compatible(character))
     if not compatible:
         return 0
-    holds_one = re.compile(f"[{compatible}]").search
-    return sum(count for word, count in words.items() if holds_one(word))
+    return _count(words, re.compile(f"[{compatible}]").search)
 
 
 def _is_compatible(character):

@@ -21,7 +21,6 @@ from d2l_bert.tokenization.config import TOKENIZER_TRAINING_OPTIONS, TextConfig
 from d2l_bert.tokenization.coverage import (
     REMARKED_UNKNOWN,
     Coverage,
-    check_coverage,
     coverage_line,
     coverage_of,
     facts_of,
@@ -376,7 +375,7 @@ def fit_tokenizer(run: TextConfig, existing: PreTrainedTokenizerBase | None, sam
         return {"account": coverage, "contents": contents}
 
     tokenizer_as_json = wordpiece.literal_json(existing)  # with all that decides what it makes of a text
-    record = _cached_record(sample, tokenizer_as_json, make_record, _read_sample_record)
+    record = _cached_record(sample, tokenizer_as_json, make_record, SampleRecord)
     return FittedTokenizer(existing, coverage=record["account"], contents=record["contents"])
 
 
@@ -404,43 +403,24 @@ def _trained_on(sample, run):
         }
 
     options = {name: getattr(run, name) for name in TOKENIZER_TRAINING_OPTIONS}
-    record = _cached_record(sample, options, make_record, _read_trained_record)
+    record = _cached_record(sample, options, make_record, TrainedRecord)
     tokenizer = wordpiece.make_tokenizer(record["pieces"], Rules(**record["rules"]))
     return FittedTokenizer(tokenizer, coverage=record["account"], contents=record["contents"])
 
 
-def _cached_record(sample, made_with, make_record, read):
+def _cached_record(sample, made_with, make_record, kind):
     """
     The record of a sample of a text and a tokenizer, from the cache, where it is written first if it is not there.
 
     Args:
         made_with: JSON values that decide the record, beside the sample.
         make_record: returns the record to write.
-        read: reads the record from a folder, and checks it.
+        kind: the type of the record.
     """
 
     def write(folder):
         (folder / RECORD_FILE).write_text(json.dumps(make_record()))
 
     identity = [TOKENIZER_FORMAT, sample.identity(), made_with]
-    folder = cached(cache_folder(), "tokenizer", identity, write, check=read)  # one that cannot be read is made anew
-    return read(folder)
-
-
-def _read_sample_record(folder, kind=SampleRecord):
-    """The `SampleRecord` in a folder of the cache; raises ValueError if there is something else."""
-    record = read_record(folder / RECORD_FILE, kind)
-    check_coverage(record["account"])
-    return record
-
-
-def _read_trained_record(folder):
-    """The `TrainedRecord` in a folder of the cache; raises ValueError if there is something else."""
-    record = _read_sample_record(folder, TrainedRecord)
-    pieces = set(record["pieces"])
-    if len(pieces) < len(record["pieces"]) or not pieces.issuperset(wordpiece.SPECIAL_TOKENS):
-        raise ValueError("the pieces are no vocabulary")
-    if record["rules"].keys() != RulesRecord.__annotations__.keys():
-        raise ValueError("the rules are those of another version")
-    Rules(**record["rules"])  # raises for values that no rule has
-    return record
+    folder = cached(cache_folder(), "tokenizer", identity, write)
+    return read_record(folder / RECORD_FILE, kind)

@@ -38,7 +38,6 @@ from d2l_bert.tokenization.token_store import (
     STORE_FILE,
     STORE_FORMAT,
     TokenizedCorpus,
-    check_store,
     join_stores,
 )
 
@@ -403,12 +402,8 @@ def _joined_stores(folders, parts, kept):
             stores = [getattr(part, name) for part in parts]
             join_stores(partial / name, len(parts[0].tokenizer), stores, documents)
 
-    def check(path):
-        for name in STORES:
-            check_store(path / name)
-
     identity = [STORE_FORMAT, [part.fingerprint() for part in parts]]
-    return cached(cache_folder(), "joined", identity, write, check)
+    return cached(cache_folder(), "joined", identity, write)
 
 
 def read_prepared_folder(folder: Path, check_whole: bool = False) -> PreparedText:

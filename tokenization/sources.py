@@ -9,7 +9,7 @@ from pathlib import Path
 
 from d2l_bert.folders import base_name, content_hash, short_hash
 from d2l_bert.messages import UserError, explained, shortened
-from d2l_bert.tokenization import hub_datasets, tables
+from d2l_bert.tokenization import hub_datasets, in_memory, tables
 from d2l_bert.tokenization.config import SourceConfig, dataset_and_config
 from d2l_bert.tokenization.documents import Document, row_documents, text_documents
 from d2l_bert.tokenization.files import PREPARED_FILE, lines_of_text_file, text_files
@@ -205,7 +205,8 @@ def dataset_source(dataset: str, what: WhatToRead = WhatToRead(), how: HowToRead
     """
     name, config = dataset_and_config(dataset)
     is_on_hub = not Path(name).exists()
-    shown = name if is_on_hub else base_name(name)
+    base = name if is_on_hub else base_name(name)
+    shown = in_memory.NAME if hub_datasets.was_in_memory(name) else base
     way_out = (
         f"give an id on the Hub, or a folder of save_to_disk or of data files; {what.paths_flag} takes files; "
         f"{what.split_flag} names the split, ID:CONFIG a configuration"
@@ -217,7 +218,7 @@ def dataset_source(dataset: str, what: WhatToRead = WhatToRead(), how: HowToRead
         rows = rows.select_columns([how.text_column])
         # What changes whenever the rows do: on the Hub the library's own hash, without reading the rows.
         version = hub_version if is_on_hub else hub_datasets.rows_hash(rows)
-    identity = [shown, config, what.split, how.text_column, how.max_documents, version, how.documents]
+    identity = [base, config, what.split, how.text_column, how.max_documents, version, how.documents]
     rows_with_places = ((f"row {number:,}", row) for number, row in enumerate(rows, 1))
     errors = hub_datasets.dataset_errors(name, "repair it, or leave it out")
     texts_and_cells = tables.texts_in(rows_with_places, how.text_column, errors)

@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet
 
 from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, short_name, shortened
+from d2l_bert.records import values_in
 
 
 logger = logging.getLogger(__name__)
@@ -530,15 +531,10 @@ class Memory:
 def _size_of(value):
     """How many bytes a value of JSON or Parquet takes, with all that is in it."""
     size = 0
-    waiting = [value]
-    while waiting:
-        value = waiting.pop()
-        size += sys.getsizeof(value)
-        if isinstance(value, dict):
-            size += sum(map(len, value))  # most names of columns are shared by all rows
-            waiting.extend(value.values())
-        elif isinstance(value, list | tuple):
-            waiting.extend(value)
+    for part in values_in(value):
+        size += sys.getsizeof(part)
+        if isinstance(part, dict):
+            size += sum(map(len, part))  # most names of columns are shared by all rows
     return size
 
 

@@ -81,23 +81,7 @@ def prepare_text(sources: Sequence[Source], language: str, folder: Path) -> Path
         (partial / COUNTS_FILE).write_text(json.dumps(content))
 
     identity = [TEXT_FORMAT, [source.identity for source in sources], language]
-    return cached(folder, "text", identity, write, check=_check_text)
-
-
-def _check_text(folder):
-    """Raise an exception if a folder is no text store, or its blocks are of no document or no source."""
-    counts = read_record(folder / COUNTS_FILE, TextCounts)
-    table = Blocks(folder).table
-    if not len(table):
-        return
-    documents = table["document"].to_numpy()
-    if documents[0] != 0 or not np.isin(np.diff(documents), (0, 1)).all():
-        raise ValueError("the blocks are of documents that do not follow each other")
-    sources = table["source"].to_numpy()
-    if sources.min() < 0 or sources.max() >= counts["sources"]:
-        raise ValueError("a block is of no source")
-    if table["characters"].to_numpy().min() < 0:
-        raise ValueError("a block has fewer than no characters")
+    return cached(folder, "text", identity, write)
 
 
 def _batches(blocks):

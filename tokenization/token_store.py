@@ -327,11 +327,6 @@ class TokenizedCorpus:
             )
 
 
-def check_store(folder: Path) -> None:
-    """Raise `UserError` if a folder is no token store, or its tables point elsewhere; its ids are not looked at."""
-    TokenizedCorpus(folder).check_starts()
-
-
 def _fingerprint(types, source_ends, file_hashes):
     """A hash of the types, of where the sources end, and of the SHA-256 of each file of `ARRAYS`."""
     return short_hash({"types": types, "source_ends": source_ends}, file_hashes)

@@ -14,7 +14,7 @@ from typing import BinaryIO, TypedDict
 from tokenizers import Tokenizer
 
 from d2l_bert.messages import UserError, explained
-from d2l_bert.records import read_record
+from d2l_bert.records import read_record, values_in
 from d2l_bert.tokenization.model_files import find_file, walk
 from d2l_bert.tokenization.patterns import LONGEST_PATTERN, is_endless
 
@@ -87,7 +87,7 @@ def check_tokenizer_settings(name: str | Path) -> TokenizerSettings:
 def _texts_in(settings):
     """The texts in the settings of a tokenizer, each of which may be a token, but for its templates of a chat."""
     others = {entry: value for entry, value in settings.items() if entry != "chat_template"}
-    return [value for _, value in walk(others) if isinstance(value, str)]
+    return [value for value in values_in(others) if isinstance(value, str)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -45,12 +45,12 @@ CONTINUATION = "##"
 VOCABULARY_FILE = "vocab.txt"
 
 
-# `choose_alphabet` weighs the share of the vocabulary's entries that an alphabet takes
+# `choose_alphabet` weighs two shares. The first is that of the vocabulary's entries that the alphabet takes.
 CHEAP_ALPHABET = 1 / 4  # which every text may take, however rare its characters are
 LARGE_ALPHABET = 1 / 2
 LARGEST_ALPHABET = 3 / 4
 
-# against the share of the text's words that it leaves in [UNK], as they have a character outside of it.
+# The second is the share of the text's words that become [UNK], as they have a character outside of the alphabet.
 FEW_UNKNOWN = 0.001
 MANY_UNKNOWN = 0.008  # held-out text, which has characters of its own, then stays below 1 %
 MOST_UNKNOWN = 0.05

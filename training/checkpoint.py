@@ -138,7 +138,7 @@ def delete_old(paths: list[Path]) -> None:
         try:
             delete(path)
         except UserError as error:
-            logger.warning(str(error))
+            logger.warning(error.message)
 
 
 def delete(checkpoint: Path) -> None:
@@ -289,9 +289,9 @@ def find_checkpoint(wanted: str | None, folder: Path) -> Checkpoint | None:
             is_first = path == by_step[0]
             if is_first:
                 raise UserError(
-                    f"{error}; there is no earlier checkpoint: --overwrite_output_dir starts anew"
+                    f"{error.message}; there is no earlier checkpoint: --overwrite_output_dir starts anew"
                 ) from None
-            logger.warning(f"{error}; trying the checkpoint before")
+            logger.warning(f"{error.message}; trying the checkpoint before")
     return None  # the run has saved none yet
 
 

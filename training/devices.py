@@ -1,6 +1,5 @@
 """The device of a run: Accelerate, the defaults that depend on the device, its peak."""
 
-import contextlib
 import dataclasses
 import logging
 import math
@@ -54,6 +53,8 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
     # cuDNN's attention plans each new shape anew (20 ms to a second), and has given NaN for rows without a key.
     torch.backends.cuda.enable_cudnn_sdp(False)
     AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
+    if state.distributed_type == DistributedType.FSDP:
+        state.distributed_type = DistributedType.MULTI_GPU  # before that run; Accelerate makes FSDP of this alone
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision=precision,
@@ -170,8 +171,12 @@ def use_flash_attention_3(run: PretrainConfig, accelerator: Accelerator) -> None
     """
     if run.attn_implementation != VARLEN or torch.cuda.get_device_capability(accelerator.device) != (9, 0):
         return
-    with contextlib.suppress(ModuleNotFoundError):  # PyTorch lists it even if it is not installed
+    try:
         activate_flash_attention_impl("FA3")
+    except ModuleNotFoundError:
+        pass  # PyTorch lists it even if it is not installed
+    except (ImportError, OSError, RuntimeError) as error:  # one that was built for another PyTorch
+        logger.warning(f"FlashAttention 3 cannot be used ({error!r:.200}); PyTorch's own flash attention is used")
 
 
 def free_unused_memory(device: torch.device) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from d2l_bert.modeling.modeling_d2l_bert import LOGITS_AT_ONCE
 from d2l_bert.pair_tasks import PairTask, unit
 from d2l_bert.tokenization.token_store import TokenizedCorpus
-from d2l_bert.training.data.batches import BatchMaker, batches, count_examples, first_with_target
+from d2l_bert.training.data.batches import BatchMaker, batches, count_examples, first_with_target, to_device
 from d2l_bert.training.data.order import EpochPairs
 from d2l_bert.training.data.pairs import NO_LABEL, one_segment_accuracy
 from d2l_bert.training.data.rows import ALONE, Ranks
@@ -110,8 +110,8 @@ def held_out_counts(model, batches, device, top_5: bool = False) -> torch.Tensor
     sums = torch.zeros(len(names), dtype=torch.float64, device=place)
     for batch in batches:
         places = {name: _places_of_labels(batch[name]) for name in LABELS if name in batch}
-        batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-        places = {name: tensor.to(device, non_blocking=True) for name, tensor in places.items()}
+        batch = {name: to_device(tensor, device) for name, tensor in batch.items()}
+        places = {name: to_device(tensor, device) for name, tensor in places.items()}
         of_batch = _sums_of(batch, places, model(**batch), top_5)
         sums += torch.stack([of_batch[name].to(place).double() for name in names])
     model.train(was_training)

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from d2l_bert.folders import new_folder
-from d2l_bert.messages import UserError, explained, reading_model, shortened
+from d2l_bert.messages import UserError, explained, reading_model, result_in_words, shortened
 from d2l_bert.modeling import conversion
 from d2l_bert.modeling.configuration_d2l_bert import D2lBertConfig
 from d2l_bert.modeling.modeling_d2l_bert import D2lBertForMaskedLM, D2lBertForPreTraining
@@ -281,6 +281,10 @@ class PrepareResult:
     output_dir: Path
     counts: dict = dataclasses.field(repr=False)
     account: list[str] = dataclasses.field(repr=False)
+
+    def __repr__(self) -> str:
+        names = ("train_documents", "train_tokens", "held_out_documents", "held_out_tokens")
+        return result_in_words(self, {name: self.counts[name] for name in names})
 
     @property
     def report(self) -> str:

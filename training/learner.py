@@ -18,7 +18,7 @@ from d2l_bert.messages import READ_ERRORS, UserError, explained
 from d2l_bert.pair_tasks import PAIR_TASKS
 from d2l_bert.training import checkpoint, processes, shards
 from d2l_bert.training.config import PretrainConfig
-from d2l_bert.training.data.batches import Counts
+from d2l_bert.training.data.batches import Counts, to_device
 from d2l_bert.training.data.steps import Step, on_each
 from d2l_bert.training.data.unpadded import VARLEN
 from d2l_bert.training.held_out import SUMS, held_out_counts, held_out_metrics
@@ -131,7 +131,7 @@ class Learner:
             divisors["num_pairs_in_batch"] = total_counts.examples.clamp(min=1)
         losses = torch.zeros(2, device=device)
         for number, batch in enumerate(micro_batches, 1):
-            batch = on_each(lambda tensor: tensor.to(device, non_blocking=True), batch)
+            batch = on_each(lambda tensor: to_device(tensor, device), batch)
             # On DDP, gradients are summed over the processes after the last micro-batch only. Not on FSDP2, where
             # every process would then hold the gradients of the whole model.
             is_synced = number == len(micro_batches) or accelerator.is_fsdp2
@@ -170,8 +170,11 @@ class Learner:
                 optimizer.step()
         if self.accelerator.scaler:
             self.accelerator.scaler.update()
+        # DDP's gradients lie in its buckets, where the next step adds to zeros. If they were None, the next step would
+        # keep its gradients beside the buckets until its last micro-batch.
+        is_ddp = isinstance(self.wrapped_model, nn.parallel.DistributedDataParallel)
         for optimizer in self.optimizers:
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=not is_ddp)
 
     def reset_optimizers(self) -> None:
         """Optimizer state and fp16's scaler as they were before the first `update`."""
@@ -256,7 +259,7 @@ class Learner:
         for name_of_moment, tensor in self._read(saved.path / checkpoint.OPTIMIZER_FILE, moment_names):
             name, key = parts_of_moment_name(name_of_moment)
             parameter = self.parameters[name]
-            optimizer_of[parameter].state[parameter][key] = tensor
+            optimizer_of[parameter].state[parameter][key] = tensor.to(parameter.device)  # the CPU if FSDP2 offloads
         if self.average is not None:
             for name, tensor in self._read(saved.path / checkpoint.AVERAGE_FILE, parameter_names):
                 self.average.averages[name].copy_(tensor)

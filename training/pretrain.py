@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 
-from d2l_bert import folders
+from d2l_bert import folders, messages
 from d2l_bert.messages import GO_ON, UserError, explained, is_out_of_memory, report
 from d2l_bert.model_cards.config import check_license
 from d2l_bert.model_cards.publish import check_push, publish_run
@@ -59,6 +59,11 @@ class PretrainResult:
     output_dir: Path | None
     metrics: dict = dataclasses.field(repr=False)
     log: list[dict] = dataclasses.field(repr=False)
+
+    def __repr__(self) -> str:
+        ends = ("_loss", "_accuracy", "_seconds", "max_steps")
+        figures = {name: value for name, value in self.metrics.items() if name.endswith(ends)}
+        return messages.result_in_words(self, figures)
 
 
 @processes.restore_host_settings()

@@ -13,7 +13,7 @@ from d2l_bert.training.config import PretrainConfig
 from d2l_bert.training.data.rows import Ranks
 from d2l_bert.training.data.steps import TrainingSteps
 from d2l_bert.training.learner import Learner
-from d2l_bert.training.processes import on_main, together
+from d2l_bert.training.processes import largest, on_main, together
 
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,10 @@ DEFAULT_CHECKPOINTS = 10
 # The assumed length of a run, in steps, while its real length is not known; and the steps to time at each length.
 PROVISIONAL_STEPS = 1000
 STEPS_TIMED = 20
+
+# Steps are timed in at most this share of `max_minutes`, and an evaluation in as much; some at each length are needed.
+SHARE_FOR_TIMING = 0.1
+FEWEST_STEPS_TIMED = 3
 
 # For each schedule, a function from the share of the decay steps that is left, from 1 to nearly 0, to the share of the
 # peak rate. The decay 1 - sqrt is the best that Hägele et al. (2024, section 3) found for `warmup_stable_decay`.
@@ -98,17 +102,19 @@ def find_max_steps(run: PretrainConfig, text: PreparedText, learner: Learner, he
     if run.num_train_epochs is not None:
         epochs_a_step = steps.epochs() / PROVISIONAL_STEPS
         return max(1, math.ceil(run.num_train_epochs / epochs_a_step - 1e-6))  # not a step more for a rounding error
-    seconds, _ = time_steps(learner, steps)
-    step_seconds = seconds / PROVISIONAL_STEPS
-    learner.reset_optimizers()
-    learner.evaluate(itertools.islice(held_out, 1))  # the first batch allocates memory, and compiles
-    start = time.monotonic()
-    learner.evaluate(held_out)
-    evaluation_seconds = time.monotonic() - start
-    return on_main(steps_for_minutes, run, step_seconds, evaluation_seconds)
+    most_seconds = 60 * run.max_minutes * SHARE_FOR_TIMING
+    logger.info(f"max_minutes {run.max_minutes:g}: timing steps and an evaluation first, to fix the number of steps")
+    try:
+        seconds, _ = time_steps(learner, steps, most_seconds)
+        learner.reset_optimizers()
+        evaluation_seconds = time_evaluation(learner, held_out, most_seconds)
+    except KeyboardInterrupt:
+        logger.warning("Ctrl-C: ended while steps were timed; nothing is saved yet; start with the same options")
+        raise
+    return on_main(steps_for_minutes, run, seconds / PROVISIONAL_STEPS, evaluation_seconds)
 
 
-def time_steps(learner: Learner, steps: TrainingSteps) -> tuple[float, float]:
+def time_steps(learner: Learner, steps: TrainingSteps, most_seconds: float = math.inf) -> tuple[float, float]:
     """
     The seconds that all steps of a run take on this process, and their words, estimated: some steps of each stage are
     timed, at a learning rate of 0, which changes no weight.
@@ -118,6 +124,10 @@ def time_steps(learner: Learner, steps: TrainingSteps) -> tuple[float, float]:
 
     Each step ends with a sum over all processes, so that all take as long. The optimizers keep the state of these
     steps (`Learner.reset_optimizers`).
+
+    Args:
+        most_seconds: where `STEPS_TIMED` steps of each stage would take longer in all, fewer are timed, but at least
+            `FEWEST_STEPS_TIMED`.
     """
     makers = max(1, steps.run.dataloader_num_workers)  # processes, or one thread
     total_seconds = 0.0
@@ -129,12 +139,17 @@ def time_steps(learner: Learner, steps: TrainingSteps) -> tuple[float, float]:
         words = []
         # Without a cursor, the pairs are those at the start of the text: they take as long as any.
         walk = steps.walk(stage.first_step)
-        for _ in range(min(count, STEPS_TIMED)):
+        start_of_timing = time.monotonic()
+        for number in range(min(count, STEPS_TIMED)):
+            is_enough = number >= FEWEST_STEPS_TIMED
+            if is_enough and is_time_up(start_of_timing, most_seconds / len(steps.stages)):
+                break
             start = time.monotonic()
             step = next(walk)
             made_in.append(time.monotonic() - start)
             if not words:  # the first step is taken twice: the first time it allocates memory, and compiles
                 learner.update(step.micro_batches, step.counts, learning_rate=0.0)
+                start_of_timing = time.monotonic()  # compiling takes nothing of `most_seconds`
             start = time.monotonic()
             learner.update(step.micro_batches, step.counts, learning_rate=0.0)
             computed_in.append(time.monotonic() - start)
@@ -144,6 +159,40 @@ def time_steps(learner: Learner, steps: TrainingSteps) -> tuple[float, float]:
             total_seconds += count * step_seconds
             total_words += count * statistics.fmean(words)
     return total_seconds, total_words
+
+
+def time_evaluation(learner: Learner, held_out, most_seconds: float) -> float:
+    """
+    The seconds of an evaluation; of one that takes longer than `most_seconds`, estimated from its first batches.
+
+    Args:
+        held_out: as in `find_max_steps`.
+    """
+    learner.evaluate(itertools.islice(held_out, 1))  # the first batch allocates memory, and compiles
+    all_batches = iter(held_out)
+    count = 0
+    start = time.monotonic()
+
+    def in_time():
+        nonlocal count
+        for batch in all_batches:
+            count += 1
+            yield batch
+            if is_time_up(start, most_seconds):
+                return
+
+    learner.evaluate(in_time())
+    seconds = time.monotonic() - start
+    left = sum(1 for _ in all_batches)  # made, and not computed
+    return seconds * (count + left) / count
+
+
+def is_time_up(start: float, most_seconds: float) -> bool:
+    """
+    Whether a process has worked for more than `most_seconds` since `start`, a time of its own `time.monotonic`. All
+    processes must ask, and get the same answer.
+    """
+    return bool(largest(int(time.monotonic() - start > most_seconds)))
 
 
 def steps_for_minutes(run: PretrainConfig, step_seconds: float, evaluation_seconds: float) -> int:

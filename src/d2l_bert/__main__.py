@@ -205,7 +205,7 @@ def _is_connected():
 def _show_error(command, error):
     """Print why a command failed; return the exit code, 2 for an error that the user can fix and 1 for a bug."""
     rank = messages.launched_rank()
-    line = " ".join(str(error).split())
+    line = messages.one_line(error)
     if rank and not _is_connected():  # until processes are connected, rank 0 has the same error, and shows it
         return 2
     if messages.is_out_of_memory(error):

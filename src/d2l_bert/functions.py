@@ -8,6 +8,7 @@ imports what it needs.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,8 +63,9 @@ def prepare(
     Tokenize a text once for many runs: `pretrain(corpus=[output_dir])` trains on it.
 
     Args:
-        data: a file or a folder, or data in memory: a list of texts, a pandas frame, a `datasets.Dataset`, or a
-            `DatasetDict`, whose split `dataset_split` is read. None if an option such as `corpus` names the text.
+        data: a file or a folder, or data in memory: a list of texts, a pandas frame or Series, a `datasets.Dataset`;
+            or several splits, a `DatasetDict` or a dict, of which `dataset_split` is read. None if an option such as
+            `corpus` names the text.
         output_dir: a new folder.
         config, given: the options.
 
@@ -141,8 +143,8 @@ def finetune(
     Args:
         model: a folder, an id on the Hub, or a model in memory.
         data: the training rows: a file, or data in memory: a list of dicts, a pandas frame or a `datasets.Dataset`; or
-            a `DatasetDict` with `train` and, if there are, `validation` and `test`. None if an option such as
-            `train_file` names them.
+            a `DatasetDict` or a dict of such with `train` and, if there are, `validation` and `test`. None if an
+            option such as `train_file` names them.
         tokenizer: of a model in memory; without it the one that lies where the model was loaded from.
         config, given: the options; `task` is needed.
 
@@ -219,8 +221,8 @@ def predict(
 
     Args:
         model: what `finetune` has left, a folder or an id on the Hub; or such a model in memory.
-        data: a file, or data in memory: a list of texts or of dicts, a pandas frame or a `datasets.Dataset`. Labels in
-            it are not read.
+        data: a file, or data in memory: a list of texts or of dicts, a pandas frame or Series, or a
+            `datasets.Dataset`. Labels in it are not read.
         tokenizer: as in `finetune`.
         config, given: the options; with `output` the rows and the predictions are also written to a file.
 
@@ -271,7 +273,8 @@ def score(
     if rows is None:
         raise UserError("there are no rows to measure the model on; give data, or test_file")
     with loading.as_folder(model, tokenizer) as name:
-        return scoring.score(name, rows, config)
+        found = scoring.score(name, rows, config)
+    return dataclasses.replace(found, model=loading.title_of(model))
 
 
 @_as_a_function()
@@ -288,8 +291,8 @@ def embed(
 
     Args:
         model: a folder, an id on the Hub or a model in memory; any encoder of Transformers.
-        data: a file with a text in each line, or a table; or data in memory: a list of texts, a pandas frame or a
-            `datasets.Dataset`.
+        data: a file with a text in each line, or a table; or data in memory: a list of texts, a pandas frame or
+            Series, or a `datasets.Dataset`.
         tokenizer: as in `finetune`.
         config, given: the options; with neither `output` nor `nearest` the vectors are in the result.
 

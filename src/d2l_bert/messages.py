@@ -1,6 +1,7 @@
 """What people read while a command runs: the errors that they can fix, the package's messages, progress bars."""
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import logging
@@ -8,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,7 +32,29 @@ class UserError(ValueError):
 
     The message is one line that says what is wrong, where, and how to fix it. The command shows this line and leaves
     with exit code 2. Nearly every other exception counts as a bug of this package and is shown with its traceback.
+
+    Messages are written for the command line: they name options by their flags. `str` of the error, which programs
+    show, names them as arguments (`as_arguments`).
+
+    Args:
+        message: the line.
     """
+
+    def __init__(self, message: str):
+        super().__init__(message)
+        self.message = message
+
+    def __str__(self) -> str:
+        return as_arguments(self.message)
+
+
+# A flag in a message; or a command, which stays as it is up to the end of the message.
+FLAG_OR_COMMAND = re.compile(r"d2l-bert .*|(?<![^ (])--(?=[a-z_]+(?![\w=-]))", re.DOTALL)
+
+
+def as_arguments(message: str) -> str:
+    """A message as programs show it: "give --max_steps" becomes "give max_steps"."""
+    return FLAG_OR_COMMAND.sub(lambda found: found[0].removeprefix("--"), message)
 
 
 # The causes of an OSError that lie outside of this package: space, a file in use, permissions, memory or the network.
@@ -74,9 +97,9 @@ def writing(place: object, way_out: str = "") -> Iterator[None]:
             raise
         number = _error_number(error)
         said = os.strerror(number) if number else error
-        obstacle = _obstacle(error, place) if number in IN_THE_WAY else ""
-        if obstacle:
-            raise UserError(f"{place}: cannot be written, as {obstacle}; take it out{way_out}") from None
+        if number in IN_THE_WAY:
+            what = f"{place}: cannot be written ({said}: {_named(error) or place})"
+            raise UserError(f"{what}; take out what is in the way{way_out}") from None
         if elsewhere := _elsewhere(error, place):
             raise UserError(f"{elsewhere}: cannot be used ({said}); {_advice(number)}") from None
         raise UserError(f"{place}: cannot be written ({said}); {_advice(number)}{way_out}") from None
@@ -100,30 +123,6 @@ def _error_number(error):
 def _named(error):
     """The file that an `OSError` names; of a copy that fails the one that is written, which Python names second."""
     return getattr(error, "filename2", None) or getattr(error, "filename", None)
-
-
-def _obstacle(error, place):
-    """
-    What stands where a folder or a file is to be, in words; "" if nothing can be found.
-
-    Of the path that an `OSError` names, it is the first part that is no folder; or, where a file is to be, the folder.
-    """
-    named = _named(error) or place
-    if not isinstance(named, (str, bytes, Path)):
-        return ""
-    path = Path(os.fsdecode(named)).absolute()
-    for part in (*reversed(path.parents), path):
-        if os.path.lexists(part) and not part.is_dir():
-            return f"{part} is {_kind_of_obstacle(part)}"
-    if path.is_dir() and error.errno == errno.EISDIR:
-        return f"{path} is a folder, and no file"
-    return ""
-
-
-def _kind_of_obstacle(path):
-    if not path.is_symlink():
-        return "no folder"
-    return "a link to a file" if path.exists() else "a link that leads nowhere"
 
 
 def _advice(number):
@@ -163,6 +162,12 @@ def standard_input() -> BinaryIO:
 READ_ERRORS = (OSError, ValueError, LookupError)
 
 
+def one_line(error: BaseException) -> str:
+    """The message of an exception in one line; of a `UserError` with flags, so that it can be part of another."""
+    said = error.message if isinstance(error, UserError) else str(error)
+    return " ".join(said.split())
+
+
 @contextlib.contextmanager
 def explained(what: object, way_out: str, *kinds: type[BaseException]) -> Iterator[None]:
     """
@@ -177,7 +182,7 @@ def explained(what: object, way_out: str, *kinds: type[BaseException]) -> Iterat
     try:
         yield
     except kinds as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         if way_out:
             raise UserError(f"{what} ({reason:.500}); {way_out}") from None
         raise UserError(f"{what}: {reason}") from None
@@ -197,7 +202,7 @@ def reading_model(name: str, prefix: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said = " ".join(str(error).split()) or type(error).__name__
+        said = one_line(error) or type(error).__name__
         why = said if isinstance(error, UserError) else _why_unreadable(name, said)
         raise UserError(f"{prefix}{name}: cannot be loaded: {why}") from None
 
@@ -274,6 +279,14 @@ class Printable(logging.Formatter):
         return printable(super().format(record))
 
 
+class PrintableInPython(Printable):
+    """The same for a notebook, with options as arguments."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The message of a record."""
+        return as_arguments(super().format(record))
+
+
 def show(*lines: str) -> None:
     """Print what a command answers, by `printable`."""
     for line in lines:
@@ -283,6 +296,14 @@ def show(*lines: str) -> None:
 def shortened(text: str, most: int) -> str:
     """The text, or its beginning and three dots if it has more than `most` characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def result_in_words(result: object, figures: Mapping[str, float]) -> str:
+    """How Python shows a dataclass of results: the fields that are to be shown, and figures with four digits."""
+    shown = [f"{field.name}={getattr(result, field.name)!r}" for field in dataclasses.fields(result) if field.repr]
+    for name, value in figures.items():
+        shown.append(f"{name}={value if isinstance(value, int) else f'{value:.4g}'}")
+    return f"{type(result).__name__}({', '.join(shown)})"
 
 
 def short_name(name: str) -> str:
@@ -352,16 +373,19 @@ def messages_shown_to_person() -> Iterator[None]:
     is_set_up = ours.level != logging.NOTSET or ours.isEnabledFor(logging.INFO)
     with contextlib.ExitStack() as stack:
         if is_interactive() and not is_set_up:
-            stack.enter_context(messages_shown())
+            stack.enter_context(messages_shown(PrintableInPython()))
         yield
 
 
 @contextlib.contextmanager
-def messages_shown() -> Iterator[None]:
+def messages_shown(formatter: logging.Formatter | None = None) -> Iterator[None]:
     """
     Within the block, write the package's log messages to stderr, without a prefix, and a run's report to stdout.
 
     Only commands use this, and calls in a notebook. A program that calls the package configures `logging` itself.
+
+    Args:
+        formatter: how messages are written; by default as for a command.
 
     Raises:
         OSError: at the end of the block, if the report could not be written.
@@ -376,7 +400,7 @@ def messages_shown() -> Iterator[None]:
             logger.propagate = False
             for handler in logger.handlers:
                 undo.callback(handler.setFormatter, handler.formatter)
-                handler.setFormatter(Printable())
+                handler.setFormatter(formatter or Printable())
         to_stdout = report.handlers[-1]
         to_stdout.setStream(sys.stdout)
         failures = []

@@ -93,7 +93,11 @@ def option_of(config: type, name: str, **changes):
 
 
 class Options:
-    """Base class of dataclasses whose fields are options. Values are kept as `plain` gives them."""
+    """
+    Base class of dataclasses whose fields are options.
+
+    Values are kept as `plain` gives them, those of an option that is a list of strings as `listed` does.
+    """
 
     def __init_subclass__(cls) -> None:
         """Add the options to the docstring of the class, which `help` shows, with the words of `--help`."""
@@ -108,7 +112,11 @@ class Options:
         cls.__doc__ = "\n".join(lines)
 
     def __setattr__(self, name: str, value: object) -> None:
-        super().__setattr__(name, plain(value))
+        value = plain(value)
+        field = self.__dataclass_fields__.get(name)
+        if field is not None and list[str] in members_of(field.type):
+            value = listed(value)
+        super().__setattr__(name, value)
 
     def check(self) -> None:
         """
@@ -186,6 +194,18 @@ def plain(value: object) -> object:
     if isinstance(value, numbers.Real) and not isinstance(value, (int, float)):
         return float(value)
     return value
+
+
+def listed(value: object) -> object:
+    """
+    A value as an option keeps it that is a list of strings, as a command line gives them: 3e-4 and [3e-4] as
+    ["0.0003"], "label" as ["label"]. What is neither string, number nor list stays as it is.
+    """
+    if isinstance(value, str) or is_number(value):
+        value = [value]
+    if not isinstance(value, list):
+        return value
+    return [str(entry) if is_number(entry) else entry for entry in value]
 
 
 def made(kind, config, given: dict):

@@ -8,6 +8,7 @@ import os
 import sys
 import types
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 
 from d2l_bert.messages import READ_ERRORS, UserError, explained
@@ -151,6 +152,18 @@ def _is_of(value, kind):
     except ValueError:
         return False
     return True
+
+
+def values_in(value: object) -> Iterator[object]:
+    """A value of JSON or of a table, and every value inside of it, in no order."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        yield value
+        if isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, list | tuple):
+            waiting.extend(value)
 
 
 def inside(folder: Path, name: str) -> Path:

@@ -338,7 +338,17 @@ class Counts(NamedTuple):
 
     def to_tensor(self, device: torch.device) -> torch.Tensor:
         """The counts in the order above, float32 (5,), to be summed over all processes; `Counts(*sums)` names them."""
-        return torch.tensor(self, dtype=torch.float32).to(device, non_blocking=True)
+        return to_device(torch.tensor(self, dtype=torch.float32), device)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """
+    A tensor of the CPU on a device, without waiting for what the device computes.
+
+    An Apple GPU is waited for: it would read the CPU's tensor after Python may have given its memory to another one
+    (https://github.com/pytorch/pytorch/issues/189690), and the loss would silently be that of other numbers.
+    """
+    return tensor.to(device, non_blocking=torch.device(device).type != "mps")
 
 
 def counts_of(micro_batches: Iterable[dict[str, torch.Tensor]]) -> Counts:

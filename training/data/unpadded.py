@@ -131,7 +131,9 @@ def varlen_attention(
         query_ends = cu_seq_lens_k
     else:
         query_ends = cu_seq_lens_q
-        query = query[:, :, query_order]
+        # In memory (1, Q, N, D), as FlashAttention 3 gives its output. PyTorch tells the compiler that outputs lie in
+        # memory as queries do, and a compiled program stops where they do not.
+        query = query.transpose(1, 2)[:, query_order].transpose(1, 2)
     if query.device.type == "cuda":
         output = _nvidia_kernel(query, key, value, query_ends, cu_seq_lens_k, max_length)
     else:

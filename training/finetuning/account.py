@@ -136,18 +136,15 @@ def _shortened_names(counts: list[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 def line_of_row(task: Task, row: Row) -> str:
-    """A row as the model will read it: its texts, each cut to its share of the line, and its label."""
+    """A row as the model will read it: its texts, each cut to an equal share of the line, and its label."""
     label = task.shown_label(row) if task.reads_labels else ""
     behind = f" -> {shortened(visible(label[:LONGEST_SHOWN]), 30)}" if label else ""
     begin = f"{row.place} is read as: "
     texts = [visible(text[:LONGEST_SHOWN]) for text in task.shown_texts(row)]
     between = " | "
     left = LONGEST_SHOWN - len(begin) - len(behind) - len(between) * (len(texts) - 1)
-    shortest_first = sorted(range(len(texts)), key=lambda place: len(texts[place]))
-    for number, place in enumerate(shortest_first):
-        texts[place] = shortened(texts[place], left // (len(texts) - number))
-        left -= len(texts[place])
-    return begin + between.join(texts) + behind
+    shown = [shortened(text, left // len(texts)) for text in texts]
+    return begin + between.join(shown) + behind
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ from pathlib import Path
 from d2l_bert import folders
 from d2l_bert.model_cards import card, figures, pictures
 from d2l_bert.modeling import conversion
-from d2l_bert.tokenization import coverage, wordpiece
+from d2l_bert.tokenization import coverage, hub_datasets, wordpiece
 from d2l_bert.tokenization.files import STDIN
 from d2l_bert.training import run_folder
 from d2l_bert.training.checkpoint import WEIGHTS_FILE
 from d2l_bert.training.finetuning import scoring
+from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.plan import Outcome, Plan, Result, attempt_of
 from d2l_bert.training.finetuning.rows import Split, write_predictions
 from d2l_bert.training.finetuning.tasks import Task
@@ -26,6 +27,9 @@ MODEL_FOLDER = "model"
 # Fewer steps than this are few. Of 264 letters: after 36 steps a model tells three classes half of the time, after 180
 # four fifths.
 FEW_STEPS = 200
+
+# The epochs that Mosbach et al. (2021) take where rows are few.
+MANY_EPOCHS = 20
 
 # The most characters of a text in the command that `report` shows.
 SHORT_TEXT = 40
@@ -90,8 +94,7 @@ def report(plan: Plan, record: dict, metrics: dict, steps: int) -> str:
         metrics: the content of metrics.json.
         steps: of the model that is kept.
     """
-    is_default_length = not (plan.config.num_train_epochs or plan.config.max_steps)
-    advice = f"; {steps} steps are few: try --num_train_epochs 20" if steps < FEW_STEPS and is_default_length else ""
+    advice = advice_on_length(plan.config, steps)
     lines = [
         figures.results_table(metrics, record["data"]["splits"]),
         f"trained in {metrics['train_seconds']:,.0f} s; the model of seed {metrics['kept_seed']} with rate "
@@ -103,9 +106,19 @@ def report(plan: Plan, record: dict, metrics: dict, steps: int) -> str:
     return "\n".join(lines)
 
 
+def advice_on_length(config: FinetuneConfig, steps: int) -> str:
+    """What a run of few steps may be told, behind a line of its report; "" if the steps are many, or were chosen."""
+    epochs = config.num_train_epochs or 0
+    if steps >= FEW_STEPS or config.max_steps is not None or epochs >= MANY_EPOCHS:
+        return ""
+    return f"; {steps} steps are few: try --num_train_epochs {MANY_EPOCHS}"
+
+
 def next_command(plan: Plan) -> str:
-    """A command of `predict` that works as it stands, on rows that this run has read."""
+    """A command of `predict` that works as it stands, on rows that this run has read; of rows in memory a call."""
     config = plan.config
+    if config.dataset and hub_datasets.was_in_memory(config.dataset):
+        return f"d2l_bert.predict({str(plan.folder)!r}, [{first_row(plan)}])"
     words = ["d2l-bert", "predict", str(plan.folder)]
     piped = ""
     file = config.test_file or config.validation_file or config.train_file
@@ -117,7 +130,7 @@ def next_command(plan: Plan) -> str:
         words.append(str(plan.folder / run_folder.PREDICTIONS_FILE))
     else:
         words.append(STDIN)
-        piped = f"echo {shlex.quote(row_as_json(plan))} | "
+        piped = f"echo {shlex.quote(json.dumps(first_row(plan), ensure_ascii=False))} | "
     output = Path("predicted.csv")
     number = 1
     while output.exists():
@@ -126,14 +139,14 @@ def next_command(plan: Plan) -> str:
     return piped + shlex.join([*words, "--output", str(output)])
 
 
-def row_as_json(plan: Plan) -> str:
-    """The cells that the task reads of the first training row without its label, with short texts, as JSON."""
+def first_row(plan: Plan) -> dict:
+    """The cells that the task reads of the first training row without its label, with short texts."""
     row = plan.splits["train"].rows[0]
     cells = {}
     for option, columns in plan.task.columns.items():
         if option != "label_column":
             cells.update({column: row.cells.get(column) for column in columns})
-    return json.dumps(with_short_texts(cells), ensure_ascii=False)
+    return with_short_texts(cells)
 
 
 def with_short_texts(value):
@@ -235,14 +248,4 @@ def baseline_of(plan: Plan, split: str, of_best: dict[str, float]) -> dict | Non
     if baseline is None:
         return None
     metric = plan.metric if plan.metric in baseline.metrics else plan.task.main_metric
-    shown = {}
-    for name, value in baseline.metrics.items():
-        # A correlation of a constant prediction is 0 by definition, and says nothing.
-        if value or scoring.is_share(name):
-            shown[name] = value
-    of_model = scoring.goodness(metric, of_best[metric])
-    return {
-        "prediction": baseline.prediction,
-        "figures": shown,
-        "is_beaten": of_model > scoring.goodness(metric, baseline.metrics[metric]),
-    }
+    return plan.task.entry_of_baseline(baseline, metric, of_best[metric])

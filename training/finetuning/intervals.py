@@ -2,7 +2,7 @@
 
 A bootstrap draws as many rows as there are, with replacement, and computes the figures of what it drew (Efron and
 Tibshirani, 1993). The functions below whose first argument is `counts` are these figures: `counts` (N,) says how often
-each row was drawn. For rows drawn once each they are the metrics of `scoring`.
+each row was drawn. For rows drawn once each they are the metrics.
 
 The order of the draws is fixed by `SEED`, so that the same predictions give the same intervals.
 """
@@ -72,18 +72,13 @@ def estimates(
 
 
 def of_share(share: float, rows: int) -> Estimate:
-    """
-    A share of rows with Wilson's interval (1927), which holds at small numbers and near 0 and 1, too.
+    """A share of rows with Wilson's interval (1927), which holds at small numbers and near 0 and 1, too."""
+    # Not for the commands that measure nothing, which scipy would delay.
+    import scipy.stats
 
-        (p + z²/2n ± z sqrt(p(1 - p)/n + z²/4n²)) / (1 + z²/n)
-    """
-    middle = share + Z**2 / (2 * rows)
-    half = Z * np.sqrt(share * (1 - share) / rows + Z**2 / (4 * rows**2))
-    scale = 1 + Z**2 / rows
+    interval = scipy.stats.binomtest(round(share * rows), rows).proportion_ci(method="wilson")
     standard_error = float(np.sqrt(share * (1 - share) / rows))
-    low = max(0.0, float((middle - half) / scale))
-    high = min(1.0, float((middle + half) / scale))
-    return Estimate(share, standard_error or None, low, high, WILSON)
+    return Estimate(share, standard_error or None, float(interval.low), float(interval.high), WILSON)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -154,11 +149,16 @@ def _of_draws(value, of_all, drawn, left_out) -> Estimate:
 
 def class_figures(counts: np.ndarray, true: np.ndarray, predicted: np.ndarray, classes: int) -> dict[str, float]:
     """
-    As `scoring.class_metrics`.
+    Figures of one class of several.
 
     Args:
         true, predicted: numbers of classes (N,).
         classes: how many classes there are (C).
+
+    Returns:
+        `accuracy`; `f1`, of class 1 if there are two classes, else the unweighted mean over the classes that are true
+        or predicted (macro F1); `accuracy_f1_mean`; and `matthews_correlation` (Matthews, 1975), 0 if one side is
+        constant.
     """
     is_right = true == predicted
     right = np.bincount(true[is_right], counts[is_right], classes)  # (C,)
@@ -183,12 +183,16 @@ def multilabel_figures(
     counts: np.ndarray, true: np.ndarray, predicted: np.ndarray, both: np.ndarray, labels: int
 ) -> dict[str, float]:
     """
-    As `scoring.multilabel_metrics`, without `exact_match`, a share of rows.
+    Figures of several labels at once, without `exact_match`, a share of rows.
 
     Args:
         true, predicted, both: the row and the label (2, K) of each label that a row has, gets, or has and gets; the
             table of all rows and labels is mostly empty.
         labels: how many labels there are.
+
+    Returns:
+        `f1` over all cells (micro F1), and `macro_f1`, the mean of the labels' F1 (0 for a label that no row has or
+        gets).
     """
     of_true = np.bincount(true[1], counts[true[0]], labels)
     of_predicted = np.bincount(predicted[1], counts[predicted[0]], labels)
@@ -243,10 +247,14 @@ def _ranks(counts, place) -> np.ndarray:
 
 def tag_figures(counts: np.ndarray, tallies: np.ndarray) -> dict[str, float]:
     """
-    As `scoring.tag_metrics`.
+    Figures of the tags of texts.
 
     Args:
         tallies: of `tag_tallies` (N, 2 or 8).
+
+    Returns:
+        `accuracy` over words. With entities also `precision`, `recall` and `f1` over all entities of all texts (micro
+        averages), and `strict_f1`, which reads both sides by IOB2.
     """
     right, words, *of_entities = counts @ tallies
     found = {"accuracy": right / max(words, 1)}

@@ -174,9 +174,6 @@ class MultipleChoice(Task):
         """Whether the right choice was chosen, for each row (N,)."""
         return row_results.argmax(-1) == [row.label for row in split.rows]
 
-    def metrics(self, split, row_results):
-        return {"accuracy": float(self.is_right(split, row_results).mean())}
-
     def resampled(self, split, row_results):
         return functools.partial(intervals.mean_figures, scores={"accuracy": self.is_right(split, row_results)})
 

@@ -10,7 +10,7 @@ from typing import Any
 import transformers
 
 from d2l_bert import folders
-from d2l_bert.messages import UserError, counted, explained, standard_input
+from d2l_bert.messages import UserError, counted, explained, one_line, standard_input
 from d2l_bert.modeling import conversion, loading
 from d2l_bert.modeling.records import RunRecord
 from d2l_bert.tokenization import tables
@@ -131,9 +131,14 @@ def restored_task(name: str, record: RunRecord, config: PredictConfig | ScoreCon
     """
     learnt = record.get("learnt", {})
     if "columns" not in learnt or "finetune" not in record or "max_seq_length" not in record:
+        if not record and not Path(name).exists():
+            raise UserError(
+                f"{name}: no folder here has this name, and the Hub gave no run_config.json of it; check the name, "
+                f"and give what finetune has left"
+            )
         raise UserError(
-            f"{name}: there is no such model, or no run_config.json of d2l-bert finetune says what it predicts; give "
-            f"a model that was fine-tuned with it, or use Transformers' pipeline for one that was not"
+            f"{name}: no run_config.json of finetune says what it predicts; give a model that was fine-tuned with "
+            f"d2l-bert, or use Transformers' pipeline for one that was not"
         )
     with explained(f"{name}: run_config.json", "put back that of d2l-bert finetune", ValueError, TypeError):
         # A newer version may have more options.
@@ -205,7 +210,7 @@ def rows_with_text(split: Split, task: Task) -> list[Row]:
         except EmptyText:
             continue
         except ValueError as error:
-            raise UserError(f"{split.title}, {row.place}: {error}") from None
+            raise UserError(f"{split.title}, {row.place}: {one_line(error)}") from None
         if read.texts:  # a list of words may have none
             filled.append(read)
     if not filled:

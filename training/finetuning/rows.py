@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 from d2l_bert import folders
 from d2l_bert.messages import READ_ERRORS, UserError, counted, explained, short_name
 from d2l_bert.model_cards.card import local_name
-from d2l_bert.tokenization import hub_datasets, tables
+from d2l_bert.records import values_in
+from d2l_bert.tokenization import hub_datasets, in_memory, tables
 from d2l_bert.tokenization.config import dataset_and_config
-from d2l_bert.tokenization.in_memory import as_dataset
 from d2l_bert.training.finetuning.cells import name_of, shown_line
 from d2l_bert.training.finetuning.config import FinetuneConfig
 
@@ -368,6 +368,10 @@ def read_dataset(
     """
     memory = memory or tables.Memory()
     found = _load_dataset(name)
+    title = f"dataset {name}"
+    shown = local_name(name)
+    if hub_datasets.was_in_memory(name):
+        title = shown = in_memory.NAME
     named = {split: getattr(config, f"{split}_split") for split in SPLITS if split not in from_files}
     splits = {}
     for split, given in named.items():
@@ -379,11 +383,9 @@ def read_dataset(
                 continue
         if not len(found.get(used, [])):
             raise UserError(
-                f"dataset {name}: no rows in split {used!r:.100}; it has {', '.join(found)}: name one with "
-                f"--{split}_split"
+                f"{title}: no rows in split {used!r:.100}; it has {', '.join(found)}: name one with --{split}_split"
             )
-        title = f"dataset {name}, split {used}"
-        splits[split] = _split_of(found[used], title, f"{local_name(name)}, split {used}", memory)
+        splits[split] = _split_of(found[used], f"{title}, split {used}", f"{shown}, split {used}", memory)
     return splits
 
 
@@ -397,8 +399,8 @@ def rows_in_memory(data, text_column: str) -> Split:
     Raises:
         UserError: the data are of another kind, have no rows, or take too much memory as Python's values.
     """
-    title = "data in memory"
-    return _split_of(as_dataset(data, text_column), title, title, tables.Memory())
+    rows = in_memory.as_dataset(data, text_column)
+    return _split_of(rows, in_memory.NAME, in_memory.NAME, tables.Memory())
 
 
 def _load_dataset(name) -> dict:
@@ -602,24 +604,12 @@ def _columns_without_bytes(split):
     """The names of the columns of a split in which no cell holds bytes; for each other column, a warning is logged."""
     left_out = set()
     for row in split.rows:
-        left_out.update(name for name, cell in row.cells.items() if _has_bytes(cell))
+        for name, cell in row.cells.items():
+            if any(isinstance(value, bytes) for value in values_in(cell)):
+                left_out.add(name)
     for name in sorted(left_out):
         logger.warning(f"left out is column {name!r:.60}, which holds bytes; an output in .parquet has it")
     return [name for name in split.columns if name not in left_out]
-
-
-def _has_bytes(cell):
-    """Whether a cell is bytes, or a list or a dict with some in it."""
-    waiting = [cell]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, bytes):
-            return True
-        if isinstance(value, dict):
-            waiting.extend(value.values())
-        elif isinstance(value, list | tuple):
-            waiting.extend(value)
-    return False
 
 
 def _excel_cell(cell):

@@ -12,14 +12,14 @@ import numpy as np
 import transformers
 
 from d2l_bert import folders
-from d2l_bert.messages import UserError, counted, explained, shortened
+from d2l_bert.messages import UserError, counted, explained, result_in_words, shortened
 from d2l_bert.model_cards import card, figures, pictures
 from d2l_bert.modeling import loading
 from d2l_bert.modeling.records import RunRecord
 from d2l_bert.tokenization.files import STDIN
 from d2l_bert.training import processes
 from d2l_bert.training.finetuning import account, intervals, scoring
-from d2l_bert.training.finetuning.config import ScoreConfig
+from d2l_bert.training.finetuning.config import TEXT_TASKS, ScoreConfig
 from d2l_bert.training.finetuning.intervals import Estimate
 from d2l_bert.training.finetuning.outputs import outputs_of
 from d2l_bert.training.finetuning.predict import check_model, read_rows, restored_task
@@ -57,6 +57,8 @@ class Score:
         rows_name: the base name of the file, or what data in memory are called.
         rows: how many rows it has.
         figures: the metrics of the model's task, each with standard error and interval.
+        baseline: what a prediction without a model scores on these rows: its `prediction` in words, `figures`, and
+            `is_beaten`, whether the model is better; None for a task of words or choices.
         class_of_f1: the class that `f1` is of; None where it is a mean over several, or there is none.
         confusion: a table: the names of its columns, then for each class its name and how many rows of it were
             predicted to be of each class. Of several labels, how often each was right, missed and wrong. [] for a
@@ -70,13 +72,17 @@ class Score:
     model: str
     rows_name: str
     rows: int
-    figures: dict[str, Estimate]
+    figures: dict[str, Estimate] = dataclasses.field(repr=False)
+    baseline: dict | None = dataclasses.field(repr=False)
     class_of_f1: str | None
-    confusion: list[list[str | int]]
-    by_class: dict
+    confusion: list[list[str | int]] = dataclasses.field(repr=False)
+    by_class: dict = dataclasses.field(repr=False)
     wrong: int | None
     notes: list[str]
     folder: Path | None
+
+    def __repr__(self) -> str:
+        return result_in_words(self, {name: estimate.value for name, estimate in self.figures.items()})
 
     @property
     def report(self) -> str:
@@ -154,17 +160,19 @@ def read_labelled_rows(data: Any, task: Task, config: ScoreConfig) -> Split:
     check_writable(Path(MISTAKES_FILE).suffix, given)
     split = as_the_task_reads("evaluated", given, task)
     if split.left_out:  # of a file each is refused at once
-        raise UserError(f"{split.title}: {split.left_out[0]}; mend the row, or take it out")
+        raise UserError(f"{split.title}: {split.left_out[0]}")
     return split
 
 
 def _measure_and_write(name, config, task, split, row_results, mistakes) -> Score:
     sides = task.sides(split, row_results)
+    estimates = in_order(task, task.estimates(split, row_results))
     found = Score(
         model=name,
         rows_name=split.name,
         rows=len(split.rows),
-        figures=in_order(task, task.estimates(split, row_results)),
+        figures=estimates,
+        baseline=baseline_of(task, split, estimates[task.main_metric].value),
         class_of_f1=task.class_of_f1(),
         confusion=confusion_table(sides) if sides else [],
         by_class=scoring.report_by_class(*sides) if sides else {},
@@ -181,6 +189,22 @@ def _measure_and_write(name, config, task, split, row_results, mistakes) -> Scor
 def in_order(task: Task, estimates: dict[str, Estimate]) -> dict[str, Estimate]:
     """The estimates in the order of the tables."""
     return {name: estimates[name] for name in task.metrics_shown}
+
+
+def baseline_of(task: Task, split: Split, of_model: float) -> dict | None:
+    """
+    The entry `baseline` of a `Score`.
+
+    The training rows are not at hand: the most frequent class is that of the measured rows, which no other constant
+    prediction beats. The usual tag of each word, of the same rows, would know the answers: words have no baseline.
+
+    Args:
+        of_model: the model's value of the task's main metric.
+    """
+    if task.config.task_type not in TEXT_TASKS:
+        return None
+    baseline = task.baseline(split, split, known="measured")
+    return task.entry_of_baseline(baseline, task.main_metric, of_model)
 
 
 def notes_on(split: Split) -> list[str]:
@@ -269,6 +293,8 @@ def lines_of_score(found: Score) -> list[str]:
     for name, estimate in found.figures.items():
         table.append([name, *_cells_of(name, estimate)])
     lines += figures.aligned(table)
+    if found.baseline:
+        lines.append(f"  {figures.baseline_sentence(found.baseline)}")
     if found.class_of_f1:
         lines.append(f"  f1 is that of the class {found.class_of_f1!r}")
     ways = {estimate.interval for estimate in found.figures.values()}
@@ -324,6 +350,7 @@ def write_score(folder: Path, found: Score, config: ScoreConfig, task: Task, spl
         "model": card.local_name(found.model),
         "rows": {"name": split.name, "rows": found.rows, "fingerprint": split.fingerprint},
         "figures": {figure: dataclasses.asdict(estimate) for figure, estimate in found.figures.items()},
+        "baseline": found.baseline,
         "f1_of": found.class_of_f1,
         "wrong": found.wrong,
         "classification_report": found.by_class,

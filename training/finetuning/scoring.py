@@ -1,6 +1,6 @@
-"""Metrics by scikit-learn and scipy (the extra `d2l-bert[finetune]`), and the entities that tags mark.
+"""Numbers' metrics and the report by class, by scipy and scikit-learn (`d2l-bert[finetune]`); entities; answers.
 
-A metric has the name that metrics.json gives it. `f1` is, of
+A metric has the name that metrics.json gives it; those of classes, labels and tags are in `intervals`. `f1` is, of
 - text classification with two classes: F1 of class 1; with more: the mean over the classes (macro F1);
 - several labels: F1 over all yes and no (micro F1);
 - tags of entities: F1 over all entities of all texts (micro F1), lenient as CoNLL's; `strict_f1` reads IOB2;
@@ -74,58 +74,7 @@ def is_share(name: str) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Classes, labels and numbers
-
-
-def class_metrics(labels, predicted, classes: int) -> dict[str, float]:
-    """
-    Metrics of one class of several.
-
-    Args:
-        labels, predicted: numbers of classes (N,).
-        classes: how many classes there are.
-
-    Returns:
-        `accuracy`; `f1`, of class 1 if there are two classes, else the unweighted mean over the classes that stand in
-        `labels` or `predicted` (macro F1); `accuracy_f1_mean`; and `matthews_correlation` (Matthews, 1975), 0 if
-        `labels` or `predicted` are all equal.
-    """
-    import sklearn.metrics
-
-    average = {"average": "binary", "pos_label": 1} if classes == 2 else {"average": "macro"}
-    accuracy = float(sklearn.metrics.accuracy_score(labels, predicted))
-    f1 = float(sklearn.metrics.f1_score(labels, predicted, zero_division=0.0, **average))
-    correlation = 0.0
-    if np.ptp(labels) > 0 and np.ptp(predicted) > 0:  # of one class alone, scikit-learn warns and gives 0
-        correlation = float(sklearn.metrics.matthews_corrcoef(labels, predicted))
-    return {
-        "accuracy": accuracy,
-        "f1": f1,
-        "accuracy_f1_mean": (accuracy + f1) / 2,
-        "matthews_correlation": correlation,
-    }
-
-
-def multilabel_metrics(labels, predicted) -> dict[str, float]:
-    """
-    Metrics of several labels at once.
-
-    Args:
-        labels, predicted: 0 or 1 for each row and label (N, C).
-
-    Returns:
-        `f1` over all cells (micro F1), `macro_f1`, the mean of the labels' F1 (0 for a label without a cell of 1), and
-        `exact_match`, the share of rows with all labels right.
-    """
-    import sklearn.metrics
-
-    # scikit-learn reads one column as classes 0 and 1, whose F1 would count the cells of 0 too.
-    counted = {"labels": [1]} if np.shape(labels)[1] == 1 else {}
-    return {
-        "f1": float(sklearn.metrics.f1_score(labels, predicted, average="micro", zero_division=0.0, **counted)),
-        "macro_f1": float(sklearn.metrics.f1_score(labels, predicted, average="macro", zero_division=0.0, **counted)),
-        "exact_match": float(sklearn.metrics.accuracy_score(labels, predicted)),
-    }
+# Numbers
 
 
 def number_metrics(labels, predicted) -> dict[str, float]:
@@ -197,7 +146,7 @@ def entities(tags: list[str], strict: bool = False) -> list[tuple[str, int, int]
     return found
 
 
-def types_at_spans(gold: list[list[str]], predicted: list[list[str]], strict: bool = False) -> Sides:
+def types_at_spans(gold: list[list[str]], predicted: list[list[str]]) -> Sides:
     """
     The types of the true and of the predicted entities at each span of words that is an entity on either side.
 
@@ -207,8 +156,8 @@ def types_at_spans(gold: list[list[str]], predicted: list[list[str]], strict: bo
     true = ["O"]  # scikit-learn takes no empty lists
     said = ["O"]
     for true_tags, tags in zip(gold, predicted, strict=True):
-        type_of_true = _types_by_span(true_tags, strict)
-        type_of_said = _types_by_span(tags, strict)
+        type_of_true = _types_by_span(true_tags)
+        type_of_said = _types_by_span(tags)
         for span in type_of_true | type_of_said:
             true.append(type_of_true.get(span, "O"))
             said.append(type_of_said.get(span, "O"))
@@ -216,36 +165,9 @@ def types_at_spans(gold: list[list[str]], predicted: list[list[str]], strict: bo
     return Sides(true, said, types or ["entity"])
 
 
-def _types_by_span(tags, strict) -> dict[tuple[int, int], str]:
+def _types_by_span(tags) -> dict[tuple[int, int], str]:
     """The types of the entities that tags mark, by their first word and the one after the last."""
-    return {(begin, end): kind or "entity" for kind, begin, end in entities(tags, strict)}
-
-
-def tag_metrics(gold: list[list[str]], predicted: list[list[str]], has_entities: bool) -> dict[str, float]:
-    """
-    Metrics of the tags of texts.
-
-    Args:
-        has_entities: whether the tags mark entities.
-
-    Returns:
-        `accuracy` over words. With entities also `precision`, `recall` and `f1` over all entities of all texts (micro
-        averages), and `strict_f1`, which reads both sides by IOB2.
-    """
-    right = 0
-    words = 0
-    for true, said in zip(gold, predicted, strict=True):
-        right += sum(one == other for one, other in zip(true, said, strict=True))
-        words += len(true)
-    found = {"accuracy": right / words}
-    if has_entities:
-        lenient = report_by_class(*types_at_spans(gold, predicted))["micro avg"]
-        strict = report_by_class(*types_at_spans(gold, predicted, strict=True))["micro avg"]
-        found["precision"] = lenient["precision"]
-        found["recall"] = lenient["recall"]
-        found["f1"] = lenient["f1-score"]
-        found["strict_f1"] = strict["f1-score"]
-    return found
+    return {(begin, end): kind or "entity" for kind, begin, end in entities(tags)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from d2l_bert import folders
-from d2l_bert.messages import READ_ERRORS, UserError, explained
+from d2l_bert.messages import READ_ERRORS, UserError, explained, one_line
 from d2l_bert.tokenization import tables
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.rows import SPLITS, Row, Split, read_dataset, read_file
@@ -150,7 +150,7 @@ def usable(split: Split, function: Callable[[Row, Split], Row], left_out: list[s
         try:
             kept.append(function(row, split))
         except ValueError as error:
-            wrong.append(f"{row.place}: {error}")
+            wrong.append(f"{row.place}: {one_line(error)}")
     if wrong and not (split.is_dataset and kept):
         raise UserError(f"{split.title}, {wrong[0]}")
     left_out.extend(wrong)

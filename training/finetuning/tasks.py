@@ -9,7 +9,7 @@ from transformers import DataCollatorWithPadding
 
 from d2l_bert.messages import UserError
 from d2l_bert.modeling.records import Learnt
-from d2l_bert.training.finetuning import intervals
+from d2l_bert.training.finetuning import intervals, scoring
 from d2l_bert.training.finetuning.cells import SURROGATE, check_text, listed
 from d2l_bert.training.finetuning.config import FinetuneConfig
 from d2l_bert.training.finetuning.features import Features, Window
@@ -67,9 +67,8 @@ class Task:
     - `learn(train)` learns from the training rows what the labels are; raises `UserError` if they cannot be learnt;
     - `features(split, tokenizer, max_seq_length)`: the `Features` of a split; in a split without labels, their
       `labels` are not read. Raises `UserError` for a tokenizer or a length that cannot be used;
-    - `metrics(split, row_results)`: the metrics of a labelled split by name, without the loss;
     - `resampled(split, row_results)`: a function of `counts`, how often each row is drawn, that gives the metrics of
-      what is drawn (`intervals`), but for `shares_of_rows`;
+      what is drawn (`intervals`), for which it need not give the `shares_of_rows`;
     - `mistakes(split, features, logits, row_results)`: how sure the model is of what it says wrongly in each row,
       or for numbers how far it is off; NaN for a row that is right (N,);
     - `predictions(split, row_results)`: columns with the predictions for each row of a split;
@@ -394,15 +393,42 @@ class Task:
         in_units_of_labels = logits if is_finished else self.rescaled(logits)
         return self.by_row(split, features.windows, in_units_of_labels)
 
+    def metrics(self, split: Split, row_results) -> dict[str, float]:
+        """The metrics of a labelled split by name, without the loss: those of its rows, each drawn once."""
+        figures_of = self.resampled(split, row_results)
+        once_each = np.ones(len(split.rows), dtype=int)
+        return {name: float(value) for name, value in figures_of(once_each).items()}
+
     def estimates(self, split: Split, row_results) -> dict[str, intervals.Estimate]:
         """The metrics of a labelled split, with standard errors and intervals."""
         metrics = self.metrics(split, row_results)
         figures_of = self.resampled(split, row_results)
         return intervals.estimates(metrics, self.shares_of_rows, len(split.rows), figures_of)
 
-    def baseline(self, train: Split, split: Split) -> Baseline | None:
-        """The baseline of a split, which needs the training rows, but no model; None for a task without one."""
+    def baseline(self, train: Split, split: Split, known: str = "training") -> Baseline | None:
+        """
+        The baseline of a split, which needs the training rows, but no model; None for a task without one.
+
+        Args:
+            known: what the rows are called whose labels it knows.
+        """
         return None
+
+    def entry_of_baseline(self, baseline: Baseline, metric: str, of_model: float) -> dict:
+        """
+        A baseline as files have it: its `prediction` in words, its `figures`, and `is_beaten`: is a model better?
+
+        Args:
+            metric: the one that decides.
+            of_model: the model's value of it.
+        """
+        shown = {}
+        for name, value in baseline.metrics.items():
+            # A correlation of a constant prediction is 0 by definition, and says nothing.
+            if value or scoring.is_share(name):
+                shown[name] = value
+        is_beaten = scoring.goodness(metric, of_model) > scoring.goodness(metric, baseline.metrics[metric])
+        return {"prediction": baseline.prediction, "figures": shown, "is_beaten": is_beaten}
 
     def class_of_f1(self) -> str | None:
         """The class that the metric `f1` is of; None where it is a mean over several, or there is none."""

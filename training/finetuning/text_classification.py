@@ -127,9 +127,6 @@ class TextClassification(TextTask):
                 f"column of classes with --label_column"
             )
 
-    def metrics(self, split, row_results):
-        return scoring.class_metrics(self.targets(split), row_results.argmax(-1), len(self.classes))
-
     def resampled(self, split, row_results):
         return functools.partial(
             intervals.class_figures,
@@ -142,9 +139,9 @@ class TextClassification(TextTask):
         is_right = row_results.argmax(-1) == self.targets(split)
         return np.where(is_right, np.nan, scoring.probabilities(row_results).max(-1))
 
-    def baseline(self, train, split):
+    def baseline(self, train, split, known="training"):
         counts = np.bincount(self.targets(train), minlength=len(self.classes))  # the largest is chosen, as of logits
-        return Baseline("always the most frequent class of the training rows", self.always(split, counts))
+        return Baseline(f"always the most frequent class of the {known} rows", self.always(split, counts))
 
     def class_of_f1(self):
         return self.classes[1] if len(self.classes) == 2 else None
@@ -246,7 +243,8 @@ class MultiLabelClassification(TextTask):
         )
 
     def metrics(self, split, row_results):
-        return scoring.multilabel_metrics(self.targets(split), self.predicted(row_results))
+        is_exact = (self.predicted(row_results) == self.targets(split)).all(-1)
+        return {**super().metrics(split, row_results), "exact_match": float(is_exact.mean())}
 
     def resampled(self, split, row_results):
         true = self.targets(split)
@@ -266,10 +264,10 @@ class MultiLabelClassification(TextTask):
         of_labels = np.where(is_right, -np.inf, np.maximum(yes, 1 - yes))
         return np.where(is_right.all(-1), np.nan, of_labels.max(-1))
 
-    def baseline(self, train, split):
+    def baseline(self, train, split, known="training"):
         shares = self.targets(train).mean(0)
         of_more_than_half = self.always(split, shares - 0.5)  # a label is chosen if this is above 0, as a logit
-        return Baseline("always the labels of more than half of the training rows", of_more_than_half)
+        return Baseline(f"always the labels of more than half of the {known} rows", of_more_than_half)
 
     def predicted(self, row_results) -> np.ndarray:
         """1 for each label that a row is predicted to have, 0 for each other one (N, C)."""
@@ -415,7 +413,7 @@ class Regression(TextTask):
         error = np.abs(row_results[:, 0] - np.array([row.label for row in split.rows], dtype=float))
         return np.where(error == 0, np.nan, error)
 
-    def baseline(self, train, split):
+    def baseline(self, train, split, known="training"):
         return Baseline("always the mean of the training labels", self.always(split, [self.mean]))
 
     def predictions(self, split, row_results):

@@ -139,9 +139,6 @@ class TokenClassification(Task):
                 tags[window.row][word] = self.classes[number]
         return tags
 
-    def metrics(self, split, row_results):
-        return scoring.tag_metrics([row.label for row in split.rows], row_results, self.scheme is not None)
-
     def resampled(self, split, row_results):
         gold = [row.label for row in split.rows]
         tallies = intervals.tag_tallies(gold, row_results, self.scheme is not None)
@@ -161,7 +158,7 @@ class TokenClassification(Task):
                     surest[window.row] = max(surest[window.row], share)
         return surest
 
-    def baseline(self, train, split):
+    def baseline(self, train, split, known="training"):
         counts = Counter()
         for row in train.rows:
             counts.update(zip(row.texts, row.label, strict=True))
@@ -171,7 +168,7 @@ class TokenClassification(Task):
         predicted = []
         for row in split.rows:
             predicted.append([usual.get(word, self.default) for word in row.texts])
-        return Baseline("each word's most frequent tag in the training rows", self.metrics(split, predicted))
+        return Baseline(f"each word's most frequent tag in the {known} rows", self.metrics(split, predicted))
 
     def sides(self, split, row_results):
         gold = [row.label for row in split.rows]

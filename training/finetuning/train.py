@@ -41,12 +41,17 @@ class FinetuneResult:
         output_dir: the output folder, which `from_pretrained` and `predict` load.
         metrics: the content of metrics.json there: `test_accuracy` and the like, the figures of each seed, and what
             knowing nothing scores (`folder.make_metrics`).
-        predictions: the file with the predictions for the test rows; None without test rows.
+        predictions_file: the file with the predictions for the test rows; None without test rows.
     """
 
     output_dir: Path
     metrics: dict = dataclasses.field(repr=False)
-    predictions: Path | None
+    predictions_file: Path | None
+
+    def __repr__(self) -> str:
+        split = "test_" if "test_loss" in self.metrics else "validation_"
+        figures = {name: value for name, value in self.metrics.items() if name.startswith(split)}
+        return messages.result_in_words(self, figures)
 
 
 @processes.restore_host_settings()
@@ -80,8 +85,8 @@ def finetune(config: FinetuneConfig) -> FinetuneResult:
             sent = processes.on_main(publish.publish, plan.folder, repository_of(config), settings)
             messages.report.info(sent.report)
         metrics = processes.on_main(run_folder.read_metrics, plan.folder)
-    predictions = plan.folder / run_folder.PREDICTIONS_FILE if "test" in plan.splits else None
-    return FinetuneResult(output_dir=plan.folder, metrics=metrics, predictions=predictions)
+    predictions_file = plan.folder / run_folder.PREDICTIONS_FILE if "test" in plan.splits else None
+    return FinetuneResult(output_dir=plan.folder, metrics=metrics, predictions_file=predictions_file)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

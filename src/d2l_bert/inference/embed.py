@@ -16,7 +16,7 @@ from d2l_bert import folders, messages
 from d2l_bert.inference.config import EmbedConfig
 from d2l_bert.modeling import conversion, loading
 from d2l_bert.tokenization import coverage, files, long_texts, rules, tables
-from d2l_bert.tokenization.in_memory import is_in_memory
+from d2l_bert.tokenization.in_memory import NAME, is_in_memory
 from d2l_bert.tokenization.text_layout import grouped
 
 
@@ -144,7 +144,7 @@ def embed(name: str, data: Any, config: EmbedConfig) -> EmbedResult:
 def source_name(data: Any) -> str:
     """What data are called in messages."""
     if is_in_memory(data):
-        return "data in memory"
+        return NAME
     return "standard input" if data == files.STDIN else str(data)
 
 
