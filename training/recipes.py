@@ -90,10 +90,10 @@ def tiny() -> tuple[D2lBertConfig, PretrainConfig]:
     """Minutes on a laptop's CPU: 2 layers with hidden size 128."""
     run = PretrainConfig(
         recipe="tiny",
-        max_steps=2400,
-        global_batch_size=32,
-        length_schedule=["32:0.4"],
-        learning_rate=5e-3,
+        max_steps=1100,
+        global_batch_size=64,
+        length_schedule=["64:0.7"],
+        learning_rate=6e-3,
         **SEARCHED,
     )
     return _miniature(2, 128, num_attention_heads=4, initializer_range=0.05), run
