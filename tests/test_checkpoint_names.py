@@ -101,7 +101,7 @@ def test_a_run_stopped_before_its_first_step_loses_none_of_those_before(whole, g
     assert weights_of(folder) == weights_of(whole)
     rows = evaluations(folder)
     assert rows == evaluations(whole)
-    assert [row["step"] for row in rows] == [4, 8, 10]
+    assert [row["step"] for row in rows] == [0, 4, 8, 10]
 
 
 @pytest.mark.slow
