@@ -9,6 +9,7 @@ import sys
 
 import pyarrow.parquet as pq
 import pytest
+from conftest import SMALL
 from finetuning import ROWS, assert_same_predictions, choice_rows, file_options, finetune, read_csv, rows_of
 from promises.driving import end, start
 from text_sources import write_table

@@ -120,7 +120,7 @@ def start_from_bigrams(model, run: PretrainConfig, text: PreparedText) -> None:
 
 def _counted(epoch_pairs, tokenizer, entries):
     """The bigrams of the pairs that are not left out; `entries` is the size of the vocabulary."""
-    parts_to_count = (part[~_is_left_out(part, epoch_pairs.corpus)] for part in epoch_pairs.parts(0))
+    parts_to_count = (part[~_is_left_out(part, epoch_pairs.corpus)] for part in epoch_pairs.parts_of_one_reading())
     return count_bigrams(epoch_pairs.corpus, parts_to_count, tokenizer.cls_token_id, tokenizer.sep_token_id, entries)
 
 
@@ -140,14 +140,14 @@ def _is_left_out(pairs, corpus):
 
 def _leaves_some_out(epoch_pairs):
     """Whether any pair is in a block that the counts leave out."""
-    return any(_is_left_out(part, epoch_pairs.corpus).any() for part in epoch_pairs.parts(0))
+    return any(_is_left_out(part, epoch_pairs.corpus).any() for part in epoch_pairs.parts_of_one_reading())
 
 
 def _batches_left_out(epoch_pairs, tokenizer) -> Iterator[dict[str, torch.Tensor]]:
     """Batches of the model's arguments from the pairs that are left out: about `MOST_MEASURED` tokens to predict."""
     make_batch = BatchMaker(epoch_pairs.corpus, tokenizer, epoch_pairs.run, epoch_pairs.length)
     tokens_wanted = MOST_MEASURED / make_batch.mlm_probability
-    for part in epoch_pairs.parts(0):
+    for part in epoch_pairs.parts_of_one_reading():
         left_out = part[_is_left_out(part, epoch_pairs.corpus)]
         if not len(left_out):
             continue
