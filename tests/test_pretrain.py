@@ -74,7 +74,6 @@ def test_a_run_from_a_trained_model_first_logs_the_figures_of_that_model(books, 
     words = ["pretrain", f"--init_from={trained}", f"--corpus={books}", f"--output_dir={tmp_path}", *options]
     assert main(words) == 0
     first, *others = [row for row in log_rows(tmp_path) if "eval_mlm_loss" in row]
-    assert all(row["step"] for row in log_rows(trained)), "a run from random weights says nothing of them"
     assert first.pop("step") == 0
     assert [row["step"] for row in others] == [1, 2]
     metrics = read_json(trained / "metrics.json")

@@ -229,7 +229,7 @@ AT_ONCE = [
     ("convert bert-nameless out --from bert", "bert-nameless"),
     ("convert bert-pickled out --from bert", "bert-pickled"),
     ("convert nowhere out --to d2l", "nowhere"),
-    ("convert run out --to d2l", "normalises the embeddings"),
+    ("convert run out --to d2l", "hidden_act is gelu"),
     ("convert other.params out --from d2l --num_attention_heads 2", "other.params"),
     ("convert list.params out --from d2l --num_attention_heads 2", "list.params"),
     ("convert broken.params out --from d2l --num_attention_heads 2", "broken.params"),

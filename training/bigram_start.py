@@ -99,7 +99,7 @@ def start_from_bigrams(model, run: PretrainConfig, text: PreparedText) -> None:
         generator = torch.Generator().manual_seed(run.seed)
         epoch_pairs = EpochPairs(text.train, run, run.max_seq_length, text.corpus_name)
         bigrams = _counted(epoch_pairs, text.tokenizer, config.vocab_size)
-        if not len(bigrams.keys):
+        if not len(bigrams.keys) or not _leaves_some_out(epoch_pairs):
             logger.warning("attention_init bigrams: left out, as the text is too short to measure on a part of it")
             return
         columns = min(config.hidden_size - head_size, config.vocab_size)
@@ -120,7 +120,7 @@ def start_from_bigrams(model, run: PretrainConfig, text: PreparedText) -> None:
 
 def _counted(epoch_pairs, tokenizer, entries):
     """The bigrams of the pairs that are not left out; `entries` is the size of the vocabulary."""
-    parts_to_count = (part[~_is_left_out(part, epoch_pairs.corpus)] for part in epoch_pairs.parts(0))
+    parts_to_count = (part[~_is_left_out(part, epoch_pairs.corpus)] for part in epoch_pairs.parts_of_one_reading())
     return count_bigrams(epoch_pairs.corpus, parts_to_count, tokenizer.cls_token_id, tokenizer.sep_token_id, entries)
 
 
@@ -138,17 +138,23 @@ def _is_left_out(pairs, corpus):
     return pairs["a_start"] // size % LEFT_OUT == LEFT_OUT - 1
 
 
+def _leaves_some_out(epoch_pairs):
+    """Whether any pair is in a block that the counts leave out."""
+    return any(_is_left_out(part, epoch_pairs.corpus).any() for part in epoch_pairs.parts_of_one_reading())
+
+
 def _batches_left_out(epoch_pairs, tokenizer) -> Iterator[dict[str, torch.Tensor]]:
     """Batches of the model's arguments from the pairs that are left out: about `MOST_MEASURED` tokens to predict."""
     make_batch = BatchMaker(epoch_pairs.corpus, tokenizer, epoch_pairs.run, epoch_pairs.length)
     tokens_wanted = MOST_MEASURED / make_batch.mlm_probability
-    for part in epoch_pairs.parts(0):
+    for part in epoch_pairs.parts_of_one_reading():
         left_out = part[_is_left_out(part, epoch_pairs.corpus)]
+        if not len(left_out):
+            continue
         tokens_up_to = np.cumsum(tokens_in(left_out))
         some = left_out[: np.searchsorted(tokens_up_to, tokens_wanted) + 1]
         yield from batches(make_batch, some, epoch_pairs.run.most_tokens())
-        if len(some):
-            tokens_wanted -= tokens_up_to[len(some) - 1]
+        tokens_wanted -= tokens_up_to[len(some) - 1]
         if tokens_wanted <= 0:
             return
 

@@ -22,7 +22,8 @@ import torch
 SMALL = (
     "--num_hidden_layers=1 --hidden_size=32 --num_attention_heads=2 --intermediate_size=64 --vocab_size=300 "
     "--max_position_embeddings=64 --max_seq_length=48 --length_schedule=none --global_batch_size=8 "
-    "--dataloader_num_workers=0 --mixed_precision=no --optim=adamw --learning_rate=3e-3 --attention_init=normal"
+    "--dataloader_num_workers=0 --mixed_precision=no --optim=adamw --learning_rate=3e-3 --attention_init=normal "
+    "--hidden_act=relu"
 ).split()
 
 PEOPLE = "anna boris clara daniel emma felix greta hugo".split()

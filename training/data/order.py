@@ -281,6 +281,18 @@ class EpochPairs:
             if not remaining:
                 return
 
+    def parts_of_one_reading(self) -> Iterator[np.ndarray]:
+        """
+        Yield the pairs of the first epoch, one window at a time, for as many stretches as the text has.
+
+        That is the whole epoch, unless weights repeat documents in it, some a billion times.
+        """
+        windows_of_text = _ceil_div(int(self.stretch_counts.sum()), WINDOW_STRETCHES)
+        for window in range(min(self.window_count(0), windows_of_text)):
+            pairs = self.window(0, window)
+            if len(pairs):
+                yield pairs
+
     def take(self, cursor: Cursor, count: int) -> tuple[np.ndarray, Cursor]:
         """
         The next `count` pairs, through as many windows and epochs as it takes, and the cursor behind the last pair.
