@@ -43,8 +43,8 @@ def in_order(function: Callable, items: Sequence, processes: int) -> Iterator:
         with errors_of_workers():
             yield from loader
     except (RuntimeError, BlockingIOError) as error:
-        # A BlockingIOError says that the system has no room for another process. A RuntimeError says that a worker has
-        # ended, or it was raised by `function`, and is then passed on.
+        # A BlockingIOError means that the system has no room for another process. A RuntimeError is PyTorch's word that
+        # a worker has ended, or an error of `function`, which is raised again.
         if isinstance(error, RuntimeError) and not re.search(_ENDED, str(error)):
             raise
         reason = " ".join(str(error).split())
