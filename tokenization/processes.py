@@ -43,8 +43,8 @@ def in_order(function: Callable, items: Sequence, processes: int) -> Iterator:
         with errors_of_workers():
             yield from loader
     except (RuntimeError, BlockingIOError) as error:
-        # A BlockingIOError means that the system has no room for another process. A RuntimeError is PyTorch's word that
-        # a worker has ended, or an error of `function`, which is raised again.
+        # A BlockingIOError means that the system has no room for another process. A RuntimeError means that a worker
+        # has ended, or is an error of `function`, which is raised again.
         if isinstance(error, RuntimeError) and not re.search(_ENDED, str(error)):
             raise
         reason = " ".join(str(error).split())
