@@ -524,7 +524,7 @@ def longest_input(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 # Saving
 
 
-def save_model(model: PreTrainedModel, folder: Path) -> None:
+def save_model(model: PreTrainedModel, folder: str | Path) -> None:
     """
     Write the weights and config.json of a Transformers model; of a d2l-bert model also its two Python files, and
     `auto_map` in config.json.
@@ -532,5 +532,5 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
     if isinstance(model, modeling_d2l_bert.D2lBertPreTrainedModel):
         model.config.auto_map = dict(modeling_d2l_bert.AUTO_MAP)
     model.save_pretrained(folder)
-    for weights in folder.glob("*.safetensors"):
-        shutil.copymode(folder / "config.json", weights)  # safetensors writes files that only the owner can read
+    for weights in Path(folder).glob("*.safetensors"):
+        shutil.copymode(Path(folder, "config.json"), weights)  # safetensors writes files that only the owner can read

@@ -13,7 +13,7 @@ from local_hub import TOKEN, environment
 from promises.driving import python
 from publishing import change_card, change_json, published
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, BertConfig, BertModel
+from transformers import AutoModelForPreTraining, AutoTokenizer, BertConfig, BertModel
 
 from d2l_bert import D2lBertForPreTraining
 from d2l_bert.__main__ import main
@@ -21,6 +21,7 @@ from d2l_bert.messages import UserError
 from d2l_bert.model_cards.checks import local_pictures, refuse_paths
 from d2l_bert.model_cards.markdown import cell
 from d2l_bert.model_cards.publish import hub_errors
+from d2l_bert.modeling.conversion import save_model
 from d2l_bert.tokenization.wordpiece import save_tokenizer
 
 
@@ -286,6 +287,16 @@ def test_a_damaged_folder_is_refused_in_one_line_before_anything_is_sent(here, f
     assert said.err.startswith("d2l-bert publish: error: ") and said.err.count("\n") == 1 and not said.out
     assert words in said.err and str(folder) in said.err and ";" in said.err, said.err
     assert not here.requests and not here.repositories
+
+
+def test_a_folder_with_the_code_of_an_earlier_version_is_published_once_it_is_saved_again(here, folder, capsys):
+    code = folder / "modeling_d2l_bert.py"
+    of_today = code.read_text()
+    code.write_text(of_today.replace("mean", "average"))
+    assert main(["publish", str(folder), "someone/bert", "--dry_run"]) == 2
+    save_model(AutoModelForPreTraining.from_pretrained(str(folder)), str(folder))
+    assert main(["publish", str(folder), "someone/bert", "--dry_run"]) == 0
+    assert code.read_text() == of_today
 
 
 PATHS = [

@@ -49,7 +49,7 @@ def make_accelerator(mixed_precision: str | None, **options) -> Accelerator:
     if precision == "fp16" and on_cpu:
         raise UserError("mixed_precision fp16 needs a GPU; give bf16 or no")
     if mixed_precision is None and "ACCELERATE_MIXED_PRECISION" in os.environ and precision != launchers:
-        logger.info(f"mixed_precision {precision}, not the launcher's {launchers}; --mixed_precision sets another")
+        logger.info(f"mixed_precision {precision}, not the launcher's {launchers}; the option sets another")
     # cuDNN's attention plans each new shape anew (20 ms to a second), and has given NaN for rows without a key.
     torch.backends.cuda.enable_cudnn_sdp(False)
     AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
