@@ -11,7 +11,7 @@ DIR/train and DIR/valid are folders of text files. They are tokenized before the
 contestant. Both read the same token ids, and are measured on the same held-out sentences with the same masks. Each run
 is a whole one, whose rate has fallen to 0 when its loss is taken: the middle of a long schedule is not a result. A
 contestant reaches a loss in the minutes of its shortest run that has it. Runs are added to the record; those in it are
-not made again.
+not made again, and a run of `trainer` that was cut goes on from its checkpoint.
 
 `ours` is the recipe `tiny-sentences`; its time is that of the whole run, with the start from bigrams and all
 evaluations, so the machine must be quiet. `trainer` is `BertForMaskedLM` with `DataCollatorForLanguageModeling` (15 %
@@ -29,8 +29,10 @@ of `lines` pad a batch to its longest row, which changes no gradient; `steps` pa
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -125,9 +127,14 @@ class StepTimes(TrainerCallback):
 
 
 def train_stock_bert(
-    books: Path, kind: str, rate: float, batch: int, steps: int, seed: int, in_bf16: bool, is_timed: bool
+    books: Path, folder: Path, kind: str, rate: float, batch: int, steps: int, seed: int, in_bf16: bool, is_timed: bool
 ):
-    """Train stock BERT under Trainer; returns the model, the text and the options to measure it, and `StepTimes`."""
+    """
+    Train stock BERT under Trainer, from the checkpoint in the folder if one is there.
+
+    Returns:
+        The model, the text and the options to measure it, and `StepTimes`.
+    """
     architecture, run, prepared = options_of(books)
     torch.manual_seed(seed)
     config = BertConfig(
@@ -142,39 +149,43 @@ def train_stock_bert(
         pad_token_id=prepared.tokenizer.pad_token_id,
     )
     model, times = BertForMaskedLM(config), StepTimes()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            max_steps=steps,
-            per_device_train_batch_size=batch,
-            learning_rate=rate,
-            warmup_steps=round(0.05 * steps),
-            weight_decay=0.01,
-            bf16=in_bf16,
-            use_cpu=True,
-            seed=seed,
-            train_sampling_strategy="group_by_length" if kind == "grouped" else "random",
-            save_strategy="no",
-            report_to="none",
-            logging_steps=500,
-            disable_tqdm=True,
-        )
-        collator = DataCollatorForLanguageModeling(prepared.tokenizer, mlm_probability=0.15)
-        rows = rows_of(prepared, kind, are_padded=is_timed)
-        Trainer(model, arguments, data_collator=collator, train_dataset=rows, callbacks=[times]).train()
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=batch,
+        learning_rate=rate,
+        warmup_steps=round(0.05 * steps),
+        weight_decay=0.01,
+        bf16=in_bf16,
+        use_cpu=True,
+        seed=seed,
+        train_sampling_strategy="group_by_length" if kind == "grouped" else "random",
+        save_steps=1000,
+        save_total_limit=1,
+        report_to="none",
+        logging_steps=500,
+        disable_tqdm=True,
+    )
+    collator = DataCollatorForLanguageModeling(prepared.tokenizer, mlm_probability=0.15)
+    rows = rows_of(prepared, kind, are_padded=is_timed)
+    trainer = Trainer(model, arguments, data_collator=collator, train_dataset=rows, callbacks=[times])
+    trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
     return model, prepared, run, times
 
 
-def run_trainer(books: Path, **settings) -> dict:
+def run_trainer(books: Path, folder: Path, **settings) -> dict:
     """The loss of one run."""
-    model, prepared, run, _ = train_stock_bert(books, is_timed=False, **settings)
+    name = "-".join(str(value) for value in settings.values())
+    model, prepared, run, _ = train_stock_bert(books, folder / name, is_timed=False, **settings)
+    shutil.rmtree(folder / name, ignore_errors=True)
     return {"loss": held_out_loss(model, prepared, run)}
 
 
 def time_steps(books: Path, **settings) -> dict:
     """The mean seconds of a step."""
     settings |= {"rate": 1e-3, "steps": UNTIMED_STEPS + TIMED_STEPS, "seed": 1}
-    ends = train_stock_bert(books, is_timed=True, **settings)[3].ends
+    with tempfile.TemporaryDirectory() as folder:
+        ends = train_stock_bert(books, Path(folder), is_timed=True, **settings)[3].ends
     return {"seconds_per_step": (ends[-1] - ends[UNTIMED_STEPS - 1]) / TIMED_STEPS}
 
 
@@ -286,7 +297,8 @@ def main() -> None:
     elif given.contestant == "trainer":
         for kind, rate, batch, steps in itertools.product(given.rows, given.rate, given.batch, given.steps):
             settings = {"kind": kind, "rate": rate, "batch": batch, "steps": steps, "seed": given.seed}
-            make(given.record, "trainer", {**settings, "in_bf16": given.bf16}, run_trainer, given.books)
+            run = functools.partial(run_trainer, folder=given.record.with_suffix(".runs"))
+            make(given.record, "trainer", {**settings, "in_bf16": given.bf16}, run, given.books)
     elif given.contestant == "steps":
         for kind, batch in itertools.product(given.rows, given.batch):
             settings = {"kind": kind, "batch": batch, "in_bf16": given.bf16}

@@ -621,8 +621,8 @@ def loss_and_gradients(
         at_once = max(1, LOGITS_AT_ONCE // len(decoder_weight))
         for first in range(0, max(1, len(labels)), at_once):  # once even without slots, so that d_weight is a tensor
             part = slice(first, first + at_once)
-            logits = F.linear(states[part], decoder_weight, decoder_bias)
-            losses, d_logits = gradient_of(logits, labels[part])  # (n,), (n, V), n of the M slots
+            # Without a name, the logits are freed here, and their memory is used again.
+            losses, d_logits = gradient_of(F.linear(states[part], decoder_weight, decoder_bias), labels[part])
             loss += losses.where(has_label[part], 0).sum()
             torch.mm(d_logits, decoder_weight, out=d_states[part])
             # The rows behind V are of the tokens that `padded_decoder` added.

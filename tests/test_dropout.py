@@ -7,7 +7,13 @@ import torch
 from small_models import assert_same, in_training, loss_and_gradients, make_batch
 from torch.testing import assert_close
 
+from d2l_bert import PretrainConfig
 from d2l_bert.modeling import modeling_d2l_bert as modeling
+from d2l_bert.training.data.batches import counts_of
+from d2l_bert.training.data.order import START
+from d2l_bert.training.data.steps import Step
+from d2l_bert.training.devices import make_accelerator
+from d2l_bert.training.learner import Learner
 
 
 @pytest.mark.parametrize("p", [0.1, 0.2, 0.5, 0.9, 1e-3])
@@ -27,6 +33,15 @@ def test_the_gradient_uses_the_same_mask_as_the_forward_pass(dtype):
     (gradient,) = torch.autograd.grad(dropped.sum(), values)
     assert dropped.dtype == gradient.dtype == dtype and (gradient == 0).any()
     assert_close(gradient * values, dropped)
+
+
+def test_each_step_of_a_run_has_masks_of_its_own_and_the_same_step_the_same():
+    model = in_training(dropout=0.5)
+    learner = Learner(make_accelerator("no"), model, PretrainConfig())
+    batch = make_batch(model)
+    step = Step([batch], counts_of([batch]), START, words=0.0)
+    first, second, again = (learner.train_on(step, number, learning_rate=0.0).mlm_loss for number in (1, 2, 1))
+    assert first == again != second
 
 
 def test_the_dropout_operator_matches_its_declaration():

@@ -84,6 +84,8 @@ MISTAKES = [
     # folders that hold something, and publishing
     ("pretrain --corpus books --output_dir books --max_steps 1", "books"),
     ("pretrain --corpus books --output_dir model --max_steps 1", "model"),
+    (PRETRAIN.replace("_dir out", "_dir greek") + "--corpus books", "greek"),
+    (FINETUNE.replace("_dir out", "_dir greek") + "--train_file labels.csv --validation_share 0", "greek"),
     ("convert model books --to d2l", "books"),
     ("publish books me/bert --dry_run", "books"),
     ("publish model 'not a name' --dry_run", "not a name"),
