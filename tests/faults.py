@@ -42,10 +42,11 @@ def stuck_before_the_first_step():
 
 def lost_in_step_15():
     """
-    Rank 1 gets the signal `LOST_BY` in step 15. The processes wait 6 seconds for each other in a step, and rank 0
-    takes 9 seconds to write a checkpoint.
+    Rank 1 gets the signal `LOST_BY` in step 15. The processes wait 6 seconds for each other in a step, 4 to connect,
+    and rank 0 takes 9 seconds to write a checkpoint.
     """
     processes.STEP_TIMEOUT = datetime.timedelta(seconds=6)
+    processes.CONNECT_TIMEOUT = datetime.timedelta(seconds=4)
     write = checkpoint.write_checkpoint
     train_on = Learner.train_on
 
@@ -62,10 +63,18 @@ def lost_in_step_15():
     Learner.train_on = lost
 
 
+def stuck_text_of_rank_1():
+    """Rank 1 gets no batch for step 15, as from a network disk that hangs; rank 0 comes to the vote before the step."""
+    processes.STEP_TIMEOUT = datetime.timedelta(seconds=6)
+    if os.environ["RANK"] == "1":
+        endless_step_15()
+
+
 FAULTS = {
     "endless step": endless_step_15,
     "stuck before the first step": stuck_before_the_first_step,
     "lost in a step": lost_in_step_15,
+    "stuck text of rank 1": stuck_text_of_rank_1,
 }
 
 FAULTS[os.environ["FAULT"]]()  # also in a worker that imports this file

@@ -371,6 +371,15 @@ def test_a_lost_rank_ends_the_others_within_the_time_of_a_step_and_saving_may_ta
     assert "another process of this run is gone, or cannot be reached" in line
 
 
+@pytest.mark.slow
+def test_a_rank_without_a_batch_ends_the_others_within_the_time_of_a_step(hang):
+    ranks, said = hang("stuck text of rank 1", processes=2)
+    wait_for(lambda: "step 15/40" in said[0].read_text(), [ranks[0]])
+    assert ranks[0].wait(6 + SOON) == 2
+    (line,) = error_lines(said[0].read_text())
+    assert "another process of this run is gone, or cannot be reached" in line
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Bugs and memory
 

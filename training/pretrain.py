@@ -443,7 +443,7 @@ def lost_processes_explained() -> Iterator[None]:
         yield
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        is_broken = re.search("gloo|NCCL|Connection .* by peer", reason) or isinstance(
+        is_broken = re.search("gloo|NCCL|Connection .* by peer|Operation timed out", reason) or isinstance(
             error, torch.distributed.DistError
         )
         if is_broken and torch.distributed.is_initialized():

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import broadcast, parse_flag_from_env
+from torch.distributed import distributed_c10d
 from torch.nn.attention import (
     activate_flash_attention_impl,
     current_flash_attention_impl,
@@ -34,11 +35,13 @@ UNSUPPORTED_ENGINES = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor or context parallelism",
 }
 
-# How long a process waits for the others: in a sum over all devices, to which they come at about the same time, as
-# each has computed its share of a step; and where they agree on something (`hosts`), for example while the main
-# process reads and tokenizes the text, which may take an hour.
+# How long a process waits for the others: in a sum over all devices and in a vote, to which they come at about the same
+# time, as each takes its share of a step; where they agree on something else (`hosts`), for example while the main
+# process reads and tokenizes the text, which may take an hour; and for their connection by gloo, which is there at once
+# or never. A process that listens for it waits five times as long.
 STEP_TIMEOUT = datetime.timedelta(minutes=10)
 HOSTS_TIMEOUT = datetime.timedelta(hours=3)
+CONNECT_TIMEOUT = datetime.timedelta(minutes=1)
 
 
 # Held while Accelerate fills in the state that its objects share, of which another thread would see a part.
@@ -67,6 +70,8 @@ def start_processes() -> PartialState:
             f"{launched} processes were launched, but Accelerate sees {state.num_processes}; set "
             f"ACCELERATE_USE_CPU=true or fix the launcher's configuration"
         )
+    if launched > 1:
+        hosts()  # here, as they have just come together; later one may read text while the others connect
     return state
 
 
@@ -74,7 +79,7 @@ def hosts() -> "torch.distributed.ProcessGroup":
     """
     The group in which the processes agree: over gloo, from CPU to CPU, so that no GPU waits and none is waited for.
 
-    Every process must call this for the first time at the same point of the run.
+    Every process must call this for the first time at the same point of the run, which is in `start_processes`.
 
     Raises:
         UserError: the processes cannot be connected.
@@ -86,7 +91,8 @@ def hosts() -> "torch.distributed.ProcessGroup":
 def _hosts_of(world):
     way_out = "set GLOO_SOCKET_IFNAME to the network interface that joins them, such as eth0"
     with explained("the processes cannot be connected by gloo", way_out, RuntimeError):
-        group = torch.distributed.new_group(backend="gloo", timeout=HOSTS_TIMEOUT)
+        group = torch.distributed.new_group(backend="gloo", timeout=CONNECT_TIMEOUT)
+    distributed_c10d._set_pg_timeout(HOSTS_TIMEOUT, group)
     # References that are never given back, so that Python does not free the process groups: the thread that frees one
     # would hold the GIL while it waits for gloo's threads, and these need the GIL to free their last tensors.
     for connected in (world, group):
@@ -105,11 +111,17 @@ def gathered(items: list) -> list:
 
 
 def largest(number: int) -> int:
-    """The largest of the numbers that the processes have, in every process."""
+    """
+    A vote: the largest of the numbers that the processes have, in every process.
+
+    Raises:
+        RuntimeError: a process has not come to it within the time of a step.
+    """
     if PartialState().num_processes == 1:
         return number
     found = torch.tensor(number)
-    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=hosts())
+    vote = torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=hosts(), async_op=True)
+    vote.wait(STEP_TIMEOUT)
     return int(found)
 
 
