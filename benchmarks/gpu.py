@@ -9,8 +9,8 @@ with tiny sizes, to see that they work.
 
     environment   the machine: versions, and its speed in matrix products and copies
     reference     30 steps of the recipe tiny in float32 on the CPU, with padded and with packed rows
-    losses        the same steps on the GPU, by precision, layout, compiled or not, with or without cuDNN's attention;
-                  how far their losses are from those of the CPU
+    losses        the same steps on the GPU, by precision, layout, compiled or not; how far their losses are from those
+                  of the CPU
     speed         BERT-base on pairs of 128 or 512 tokens: ours padded, packed and without padding, and stock BERT
     profile       the same, with the kernels that take most time, and the share of a step in which none runs
     resume        a run that is killed and goes on has the losses of one that was not
@@ -54,8 +54,8 @@ NOMINAL = {
     "B200": 2250e12,
 }
 
-COMPILED = "bf16-padded-compiled bf16-packed-compiled bf16-packed-compiled-varlen bf16-packed-compiled-nocudnn"
-EAGER = "fp32-padded fp32-packed bf16-padded bf16-packed bf16-packed-nocudnn fp16-padded"
+COMPILED = "bf16-padded-compiled bf16-packed-compiled bf16-packed-compiled-varlen"
+EAGER = "fp32-padded fp32-packed bf16-padded bf16-packed fp16-padded"
 
 # Name: seconds at most, and the arguments of the function that the name's first word names. In the order of value.
 STEPS = {
@@ -75,7 +75,6 @@ STEPS = {
     "profile-512-varlen": (90, {"length": 512, "kind": "varlen"}),
     "launched": (150, {}),
     "speed-128-packed": (100, {"length": 128, "packing": True}),
-    "speed-512-padded-cudnn": (100, {"length": 512, "cudnn": True}),
 }
 
 # Options of all runs of the command; `main` adds the corpus.
@@ -200,7 +199,6 @@ def losses(arguments, variants):
     """Runs of the command in this process; each variant is PRECISION-LAYOUT, and more words."""
     for variant in variants.split():
         precision, layout, *more = variant.split("-")
-        torch.backends.cuda.enable_cudnn_sdp("nocudnn" not in more)
         if arguments.dry and (precision == "fp16" or "compiled" in more):
             yield {"variant": variant, "skipped": "not on a CPU, or too slow there"}
             continue
@@ -272,9 +270,9 @@ def profile(arguments, **case):
     yield {"idle_share": round(1 - busy / row["ms_a_step"], 3), "kernel_ms": round(busy, 1), "top": top}
 
 
-def measure(arguments, length, kind="ours", packing=False, cudnn=False):
+def measure(arguments, length, kind="ours", packing=False):
     """A contestant, the file of its last step, and what its steps took."""
-    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    torch.backends.cuda.enable_cudnn_sdp(kind == "stock")  # as PyTorch has it; ours runs without
     precision = half_precision(arguments)
     task = make_task(arguments, length, packing, precision)
     steps = task.write_steps(arguments.folder, 3 if arguments.dry else 8)

@@ -64,7 +64,7 @@ def lost_in_step_15():
 
 
 def stuck_text_of_rank_1():
-    """Rank 1 gets no batch for step 15, as from a network disk that hangs; rank 0 comes to the vote before the step."""
+    """Rank 1 gets no batch for step 15, as from a disk that hangs; rank 0 comes to the vote before the step."""
     processes.STEP_TIMEOUT = datetime.timedelta(seconds=6)
     if os.environ["RANK"] == "1":
         endless_step_15()

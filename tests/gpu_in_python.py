@@ -23,12 +23,15 @@ aten = torch.ops.aten
 # Operators that give the CPU a number, or tensors whose shape follows from numbers.
 WAITING = {
     aten._local_scalar_dense.default,  # `item`, `int`, `float` and `bool` of a tensor
+    aten._unique.default,
     aten._unique2.default,
     aten.bincount.default,
     aten.equal.default,
     aten.masked_select.default,
     aten.nonzero.default,
     aten.repeat_interleave.Tensor,
+    aten.unique_consecutive.default,
+    aten.unique_dim.default,
 }
 COPY = aten.copy_.default
 TO = aten._to_copy.default

@@ -211,6 +211,27 @@ def test_what_cannot_predict_is_told_with_its_own_cause_and_the_name_that_was_gi
         d2l_bert.predict(made, ["a"], tokenizer=AutoTokenizer.from_pretrained(trained))
 
 
+@pytest.mark.parametrize("callbacks", [print, [print, "a name"], None])
+def test_callbacks_that_are_no_functions_are_refused_before_anything_is_written(tmp_path, callbacks):
+    with pytest.raises(UserError, match="callbacks"):
+        d2l_bert.pretrain(data=["a text"], output_dir=tmp_path / "out", callbacks=callbacks)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_text_beside_one_in_the_options_object_is_refused(tmp_path):
+    run = d2l_bert.PretrainConfig(corpus=["a.txt"], output_dir=str(tmp_path / "out"))
+    with pytest.raises(UserError, match="data and corpus"):
+        d2l_bert.pretrain(run=run, data=["a text"])
+
+
+def test_splits_that_no_option_names_are_said(tmp_path, caplog):
+    rows = [{"text": "a", "label": "b"}]
+    splits = {"train": rows, "valid": rows, "dev": rows, "test": rows}
+    with pytest.raises(UserError):
+        d2l_bert.finetune("nothing/here/at/all", splits, validation_split="valid", task="no task")
+    assert "not read: dev;" in caplog.text
+
+
 def test_a_result_shows_its_figures():
     metrics = {"validation_loss": 1.0, "test_loss": 0.5, "test_accuracy": 2 / 3, "kept_seed": 42, "seeds": [{}]}
     tuned = FinetuneResult(output_dir=Path("out"), metrics=metrics, predictions_file=None)
@@ -333,6 +354,10 @@ run = d2l_bert.pretrain(data={str(books)!r}, output_dir="run", max_steps=3, **OP
 tuned = d2l_bert.finetune("run", "train.csv", task="text-classification", output_dir="tuned", max_steps=2)
 predicted = d2l_bert.predict("tuned", ["the old garden", "a hammer"], output="out.csv")
 vectors = d2l_bert.embed("run", ["the old garden"]).vectors
+try:
+    d2l_bert.pretrain(data="nowhere", output_dir="no", **OPTIONS)
+except d2l_bert.UserError as error:
+    print("refused", "nowhere" in str(error))
 state = PartialState()
 with open(f"rank-{{state.process_index}}.txt", "w") as file:
     print(state.num_processes, run.metrics["eval_mlm_loss"], tuned.metrics["validation_loss"],
@@ -341,6 +366,7 @@ with open(f"rank-{{state.process_index}}.txt", "w") as file:
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={29_700 + os.getpid() % 200}"]
     done = run_program(lines, tmp_path, *launcher, env={**os.environ, "ACCELERATE_USE_CPU": "true"})
     assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("refused True") == 2
     first, second = ((tmp_path / f"rank-{rank}.txt").read_text() for rank in (0, 1))
     assert first == second and first.startswith("2 ")
     assert [row["text"] for row in read_csv(tmp_path / "out.csv")] == ["the old garden", "a hammer"]

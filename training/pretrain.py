@@ -124,8 +124,8 @@ def check_options(architecture: D2lBertConfig, run: PretrainConfig) -> list[str]
         check_license(run.license)
     if not isinstance(architecture, D2lBertConfig):
         raise UserError(
-            f"the architecture is a {type(architecture).__name__}, not a D2lBertConfig; to go on from a stock BERT, "
-            "give d2l_bert.training.initialize.read_architecture(init_from)"
+            f"the architecture is a {type(architecture).__name__}, not a D2lBertConfig; give a text as data=, and a "
+            "model to go on from as init_from="
         )
     if architecture.type_vocab_size < 2 and run.objective != "none":
         raise UserError("type_vocab_size must be at least 2: a pair has two segments")

@@ -21,7 +21,7 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
 )
 
-from d2l_bert.messages import UserError, explained
+from d2l_bert.messages import ErrorElsewhere, UserError, explained
 from d2l_bert.tokenization.model_files import without_bars
 
 
@@ -35,10 +35,10 @@ UNSUPPORTED_ENGINES = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor or context parallelism",
 }
 
-# How long a process waits for the others: in a sum over all devices and in a vote, to which they come at about the same
-# time, as each takes its share of a step; where they agree on something else (`hosts`), for example while the main
-# process reads and tokenizes the text, which may take an hour; and for their connection by gloo, which is there at once
-# or never. A process that listens for it waits five times as long.
+# How long a process waits for the others: in a sum over all devices and in a vote, to which they come at about the
+# same time, as each takes its share of a step; where they agree on something else (`hosts`), for example while the
+# main process reads and tokenizes the text, which may take an hour; and for their connection by gloo, which is there
+# at once or never. A process that listens for it waits five times as long.
 STEP_TIMEOUT = datetime.timedelta(minutes=10)
 HOSTS_TIMEOUT = datetime.timedelta(hours=3)
 CONNECT_TIMEOUT = datetime.timedelta(minutes=1)
@@ -135,7 +135,8 @@ def together() -> Iterator[None]:
 
     Raises:
         Exception: in the first process in which the block fails, its error.
-        SystemExit: in the other processes after such an error, with exit code 2 and no message.
+        ErrorElsewhere: in the other processes after a `UserError`, which they do not show.
+        SystemExit: in the other processes after another error, with exit code 2 and no message.
     """
     state = PartialState()
     error = None
@@ -145,12 +146,21 @@ def together() -> Iterator[None]:
         if getattr(raised, "is_agreed", False):
             raise
         error = raised
-    failed = gathered([error is not None])
-    if any(failed) and failed.index(True) != state.process_index:
-        raise SystemExit(2)
+    # Of each process: None if the block has not failed, the message of a `UserError`, "" for another error.
+    said = None
     if error is not None:
-        error.is_agreed = True
-        raise error
+        said = error.message if isinstance(error, UserError) else ""
+    all_said = gathered([said])
+    failed = [process for process, line in enumerate(all_said) if line is not None]
+    if not failed:
+        return
+    if failed[0] != state.process_index:
+        message = all_said[failed[0]]
+        if not message:
+            raise SystemExit(2)
+        error = ErrorElsewhere(message)
+    error.is_agreed = True
+    raise error
 
 
 def on_main(function: Callable, *arguments, share_result: bool = True):

@@ -77,6 +77,8 @@ def _run(argv):
             return _show_error(argv[0], error)
         if HELP.isdisjoint(argv):
             spare_busy_cores()
+            # What an Apple GPU cannot compute, the CPU does. PyTorch reads the variable when it is loaded.
+            os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")
     arguments, unknown = make_parser(argv).parse_known_args(argv)
     if unknown:
         flags = arguments.parser._option_string_actions
@@ -105,7 +107,7 @@ def _run(argv):
     except SystemExit as leaving:
         if leaving.code != 2:
             raise
-        code = 2  # another rank has shown the error
+        code = 2  # another rank has shown the bug
     except BaseException as error:
         # What the library tokenizers raises where its code in Rust gives up, as on a pattern without an end.
         if type(error).__name__ != "PanicException":
@@ -204,6 +206,8 @@ def _is_connected():
 
 def _show_error(command, error):
     """Print why a command failed; return the exit code, 2 for an error that the user can fix and 1 for a bug."""
+    if isinstance(error, messages.ErrorElsewhere):
+        return 2
     rank = messages.launched_rank()
     line = messages.one_line(error)
     if rank and not _is_connected():  # until processes are connected, rank 0 has the same error, and shows it

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from d2l_bert.training.pretrain import PretrainResult
 
     Model = str | Path | PreTrainedModel
+
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -109,14 +113,16 @@ def pretrain(
         given: options, which replace those of `run`; without `run` also fields of the architecture.
 
     Raises:
-        UserError: something that the user can fix, in one line.
+        UserError: something that the user can fix, in one line; of several processes in each.
         KeyboardInterrupt: Ctrl-C stopped the run; a checkpoint is saved if the run had done a step.
-        SystemExit: so did SIGTERM; or, in a run of several processes, another process has raised an error, and shows
-            it.
+        SystemExit: so did SIGTERM; or, in a run of several processes, another process has met a bug, and shows it.
     """
     from d2l_bert.training import pretrain as training
     from d2l_bert.training import processes, recipes
 
+    for callback in callbacks if isinstance(callbacks, (list, tuple)) else [None]:
+        if not callable(callback):
+            raise UserError(f"callbacks takes a list of functions that get a row of the log, got {callbacks!r:.100}")
     processes.start_processes()
     with processes.together():
         given = _with_text(given, data, run)
@@ -159,6 +165,12 @@ def finetune(
     if data is not None:
         option = "dataset" if is_in_memory(data) else "train_file"
         given = {**given, option: data}
+    if isinstance(data, Mapping):
+        names = {"train", "validation", "test"}
+        read = names | {given.get(f"{name}_split") for name in names}
+        unread = ", ".join(str(name) for name in data if name not in read)
+        if unread:
+            logger.warning(f"splits that are not read: {unread}; validation_split and test_split name others")
     with loading.as_folder(model, tokenizer) as name:
         return train.finetune(options.made(FinetuneConfig, config, {**given, "model": name}))
 
@@ -188,8 +200,8 @@ def evaluate(
         config, given: the options.
 
     Raises:
-        UserError: something that the user can fix, in one line.
-        SystemExit: in a run of several processes, another one has raised an error, and shows it.
+        UserError: something that the user can fix, in one line; of several processes in each.
+        SystemExit: in a run of several processes, another one has met a bug, and shows it.
     """
     from d2l_bert.modeling import loading
     from d2l_bert.training.evaluation import evaluate as evaluation
@@ -413,7 +425,7 @@ def _with_text(given: dict[str, Any], data: Any, config: Any) -> dict[str, Any]:
     if data is None:
         return given
     for name in ("corpus", "dataset"):
-        if given.get(name):
+        if given.get(name, getattr(config, name, None)):
             raise UserError(f"data and {name} both give the text; give one")
     from d2l_bert.tokenization.in_memory import as_dataset, is_in_memory
 

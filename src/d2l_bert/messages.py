@@ -48,6 +48,10 @@ class UserError(ValueError):
         return as_arguments(self.message)
 
 
+class ErrorElsewhere(UserError):
+    """A `UserError` of another process of the run. The command shows it there."""
+
+
 # A flag in a message; or a command, which stays as it is up to the end of the message.
 FLAG_OR_COMMAND = re.compile(r"d2l-bert .*|(?<![^ (])--(?=[a-z_]+(?![\w=-]))", re.DOTALL)
 

@@ -138,7 +138,7 @@ class EvaluateConfig(SourceConfig):
         if not self.has_text() and self.blimp is None and self.line_scores is None:
             yield (
                 "nothing to evaluate on: give a text with --corpus or --dataset, minimal pairs with --blimp, or lines "
-                "with --line_scores"
+                "with --line_scores; for a fine-tuned model d2l_bert.score or d2l-bert evaluate MODEL --test_file FILE"
             )
         is_more_asked = self.has_text() or self.blimp or self.output or self.update_card or self.score != "pll"
         if self.line_scores and is_more_asked:

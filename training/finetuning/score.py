@@ -195,8 +195,9 @@ def baseline_of(task: Task, split: Split, of_model: float) -> dict | None:
     """
     The entry `baseline` of a `Score`.
 
-    The training rows are not at hand: the most frequent class is that of the measured rows, which no other constant
-    prediction beats. The usual tag of each word, of the same rows, would know the answers: words have no baseline.
+    The training rows are not at hand: the most frequent class is that of the measured rows, and has the highest
+    accuracy of all constant predictions. The usual tag of each word, of the same rows, would know the answers: words
+    have no baseline.
 
     Args:
         of_model: the model's value of the task's main metric.

@@ -92,8 +92,8 @@ class TextClassification(TextTask):
             )
         if isinstance(value, list | dict | float) or NO_CLASS.fullmatch(str(value).strip()):
             raise ValueError(
-                f"column {self.label_column!r:.100} holds {value!r:.40}, not a class; give --task regression for "
-                f"numbers, --task multi_label_classification for lists, or name another column with --label_column"
+                f"column {self.label_column!r:.100} holds {value!r:.40}, not a class; numbers are for --task "
+                f"regression, lists for --task multi_label_classification; or name another column with --label_column"
             )
         if not is_filled(value):
             return None
