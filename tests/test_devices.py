@@ -42,6 +42,7 @@ def test_processes_that_do_not_see_each_other_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     seen = [2, 1]
     monkeypatch.setattr(processes, "PartialState", lambda **_: SimpleNamespace(num_processes=seen.pop(0)))
+    monkeypatch.setattr(processes, "hosts", lambda: None)
     processes.start_processes()
     with pytest.raises(ValueError, match="2 processes were launched, but Accelerate sees 1; set ACCELERATE_USE_CPU"):
         processes.start_processes()

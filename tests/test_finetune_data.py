@@ -99,7 +99,7 @@ WRONG = {
     "floats for classes": (
         "text-classification",
         {"train": "text,label\na,0.5\nb,1.25\n"},
-        ["line 2: column 'label' holds '0.5'", "give --task regression"],
+        ["line 2: column 'label' holds '0.5'", "--task regression"],
     ),
     "floats for classes in JSON": (
         "text-classification",
