@@ -621,7 +621,7 @@ def loss_and_gradients(
         at_once = max(1, LOGITS_AT_ONCE // len(decoder_weight))
         for first in range(0, max(1, len(labels)), at_once):  # once even without slots, so that d_weight is a tensor
             part = slice(first, first + at_once)
-            # Without a name, the logits are freed here, and their memory is used again.
+            # Of n of the M slots: (n,), (n, V). The logits have no name, so that their memory is freed here.
             losses, d_logits = gradient_of(F.linear(states[part], decoder_weight, decoder_bias), labels[part])
             loss += losses.where(has_label[part], 0).sum()
             torch.mm(d_logits, decoder_weight, out=d_states[part])

@@ -107,7 +107,7 @@ def _run(argv):
     except SystemExit as leaving:
         if leaving.code != 2:
             raise
-        code = 2  # another rank has shown the bug
+        code = 2  # another rank has shown the error
     except BaseException as error:
         # What the library tokenizers raises where its code in Rust gives up, as on a pattern without an end.
         if type(error).__name__ != "PanicException":

@@ -115,7 +115,7 @@ def pretrain(
     Raises:
         UserError: something that the user can fix, in one line; of several processes in each.
         KeyboardInterrupt: Ctrl-C stopped the run; a checkpoint is saved if the run had done a step.
-        SystemExit: so did SIGTERM; or, in a run of several processes, another process has met a bug, and shows it.
+        SystemExit: so did SIGTERM; or another process has raised an error of another kind, and shows it.
     """
     from d2l_bert.training import pretrain as training
     from d2l_bert.training import processes, recipes
@@ -165,14 +165,14 @@ def finetune(
     if data is not None:
         option = "dataset" if is_in_memory(data) else "train_file"
         given = {**given, option: data}
-    if isinstance(data, Mapping):
-        names = {"train", "validation", "test"}
-        read = names | {given.get(f"{name}_split") for name in names}
-        unread = ", ".join(str(name) for name in data if name not in read)
-        if unread:
-            logger.warning(f"splits that are not read: {unread}; validation_split and test_split name others")
     with loading.as_folder(model, tokenizer) as name:
-        return train.finetune(options.made(FinetuneConfig, config, {**given, "model": name}))
+        made = options.made(FinetuneConfig, config, {**given, "model": name})
+        if isinstance(data, Mapping):
+            read = {"train", "validation", "test", made.train_split, made.validation_split, made.test_split}
+            unread = ", ".join(str(split) for split in data if split not in read)
+            if unread:
+                logger.warning(f"splits that are not read: {unread}; validation_split and test_split name others")
+        return train.finetune(made)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def evaluate(
 
     Raises:
         UserError: something that the user can fix, in one line; of several processes in each.
-        SystemExit: in a run of several processes, another one has met a bug, and shows it.
+        SystemExit: another process has raised an error of another kind, and shows it.
     """
     from d2l_bert.modeling import loading
     from d2l_bert.training.evaluation import evaluate as evaluation

@@ -65,7 +65,7 @@ def evaluate(
 
     Raises:
         UserError: something that the user can fix, in one line.
-        SystemExit: in a run of several processes, the main process has met a bug, and shows it.
+        SystemExit: another process has raised an error that is no `UserError`, and shows it.
     """
     processes.start_processes()
     with processes.together():
